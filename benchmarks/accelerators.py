@@ -32,16 +32,16 @@ from unittest import mock
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.planning.programs import lowered
-from tunix_lite.resolved.parts import abstract
-from tunix_lite.resolved.run import ResolvedRun, resolve_run
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_parts import abstract
+from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 
 DEVICES = 8
 TARGETS = {"h100x8": ("xla", "cudnn"), "v5e-8": ("xla", "splash")}

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.basics.types import Batch
 from tunix_lite.inference import language_model
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.policy import batch_scores, scoring_program
@@ -31,7 +32,6 @@ from tunix_lite.models.architecture import Architecture, DeltaNet, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Batch
 
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)
 PLAIN |= dict(activation="silu", query_scale=32)

@@ -28,14 +28,14 @@ from grpo_step import CFG, GENERATIONS, NEW_TOKENS, PROMPT_LENGTH, PROMPTS, ROWS
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.tracking.checkpoint import Checkpoints
 
 
 def fixed_batch() -> Batch:

@@ -12,8 +12,8 @@ import json
 import time
 from pathlib import Path
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.errors import ConfigError
 from tunix_lite.planning.hardware import GiB, devices_of
 from tunix_lite.planning.plan import Plan, with_compiled
 from tunix_lite.settings.compose import compose

@@ -46,12 +46,12 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.parallel.collectives import CallSite, callees_of, collectives, grouped, parse
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.programs import lowered
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
+from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.train import train
 
 VALUES = Path(__file__).with_name("gate.json")

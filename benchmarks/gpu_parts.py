@@ -32,7 +32,7 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.kernels.choice import check_fused
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.kernels.decode_attention import fused_attend
 from tunix_lite.kernels.decode_products import FusedProducts
 from tunix_lite.kernels.fused_draw import fused_draw
@@ -42,6 +42,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -52,15 +53,14 @@ from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
-from tunix_lite.resolved.run import resolve_run
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_run import resolve_run
 from tunix_lite.train import train
-from tunix_lite.types import Batch, TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_END = -1  # a token that is never drawn: completions take as many tokens as they are allowed

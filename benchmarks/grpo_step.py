@@ -28,6 +28,7 @@ from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.types import Batch, Rollout, TrainState
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.packing import RowShape
@@ -40,7 +41,6 @@ from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Batch, Rollout, TrainState
 
 PROMPTS, GENERATIONS, PROMPT_LENGTH, NEW_TOKENS = 8, 8, 32, 64
 GROUP = RowShape(NEW_TOKENS, GENERATIONS, PROMPT_LENGTH)  # a prompt and its completions, as batching chooses

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.types import Batch
 
 GENERATIONS = 8
 

@@ -24,9 +24,9 @@ from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import DoesNotFit, lowered, of_executable
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import find_model
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
+from tunix_lite.settings.resolved_run import find_model
 
 WORKLOAD = (
     *("training.prompts_per_step=1", "algorithm.num_generations=8", "algorithm.kl_coef=0"),

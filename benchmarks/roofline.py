@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import arguments
 import jax
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
@@ -35,9 +35,9 @@ from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices
 from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import ResolvedRun, find_model
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
+from tunix_lite.settings.resolved_run import ResolvedRun, find_model
 
 LENGTHS = 256  # tokens of a prompt and of a completion
 LARGE_COPY = 2**20  # bytes

@@ -22,13 +22,13 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from tunix_lite.config import RunConfig, build
-from tunix_lite.errors import RunFailed
+from tunix_lite.basics.errors import RunFailed
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.rewards import math
 from tunix_lite.runs import learner
 from tunix_lite.settings.compose import compose_values
+from tunix_lite.settings.config import RunConfig, build
 from tunix_lite.train import train
 
 SMALL = [

@@ -24,6 +24,7 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, packed_rows
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -34,7 +35,6 @@ from tunix_lite.models.quantize import init_stored
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Batch, TrainState
 
 SMALL = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
 

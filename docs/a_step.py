@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.types import Batch, Graded, Rollout, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -29,7 +30,6 @@ from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.types import Batch, Graded, Rollout, TrainState
 
 PAGE = Path(__file__).parent / "guide" / "a_step.md"
 TEMPLATE = Path(__file__).parent / "a_step_template.txt"

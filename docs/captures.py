@@ -24,8 +24,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.distributed.agreement import ProcessInfo, mismatch_error
-from tunix_lite.errors import ConfigError
 from tunix_lite.learner import optim
 from tunix_lite.models import families, source
 from tunix_lite.settings.compose import compose, compose_values

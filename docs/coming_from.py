@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_lite.hints import Word, foreign_words
+from tunix_lite.settings.hints import Word, foreign_words
 
 PAGE = Path(__file__).parent / "guide" / "coming_from.md"
 # what stands before the tables

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite import config
 from tunix_lite.algorithms import (
     advantages,
     corrections,
@@ -62,6 +61,7 @@ from tunix_lite.rewards import (
     text,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings import config
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.puzzles import countdown, last_word

@@ -13,11 +13,11 @@ import processes
 import train_worker
 from test_leaving import of_rows, seed_of_a_bad_row
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed.stopping import Stopping
-from tunix_lite.errors import RunFailed
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import check_rows
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.train import train
 
 STEPS = ["training.max_steps=3", "training.save_interval_steps=0", "rollout.chunk=2"]

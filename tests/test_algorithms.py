@@ -15,8 +15,8 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.kl import k3_exact
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import per_prompt, per_token, weights_of_learned
+from tunix_lite.basics.types import Batch, Rollout, TokenScores
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Batch, Rollout, TokenScores
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
 

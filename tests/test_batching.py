@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunix_lite.config import TrainingConfig
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.resolved.batch_size import plan_batch, plan_rows
+from tunix_lite.settings.batch_size import plan_batch, plan_rows
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import TrainingConfig
 
 
 def run_with(G=8, **training) -> SimpleNamespace:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.types import TrainState
 from tunix_lite.commands import train
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.types import TrainState
+from tunix_lite.tracking.checkpoint import Checkpoints
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.types import RowBatch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -18,7 +19,6 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.types import RowBatch, TrainState
 
 CFG = Architecture(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
 SEQUENCES, WIDTH, NEW = 8, 256, 128

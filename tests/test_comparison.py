@@ -15,6 +15,7 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.algorithms.distill import Distill
+from tunix_lite.basics.types import Batch, realigned
 from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
 from tunix_lite.learner.policy import make_policy, on_every_device
 from tunix_lite.models import decoder
@@ -22,9 +23,8 @@ from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Batch, realigned
+from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow
 import exactness_worker

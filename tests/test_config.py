@@ -13,6 +13,8 @@ from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.imports import import_named, looking_in_working_folder
 from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
@@ -20,19 +22,8 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.config import (
-    EvaluationConfig,
-    ModelConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainingConfig,
-    build,
-    plain,
-)
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.errors import ConfigError
-from tunix_lite.files.imports import import_named, looking_in_working_folder
 from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
@@ -44,6 +35,15 @@ from tunix_lite.runs import fingerprint as of_fingerprint
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
+from tunix_lite.settings.config import (
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainingConfig,
+    build,
+    plain,
+)
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.rundir import RunDir

@@ -12,6 +12,7 @@ from test_rollout import Letters
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.types import Batch, TurnReply
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -20,7 +21,6 @@ from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Batch, TurnReply
 
 WIDE = pytest.mark.wide
 NEW = 48

@@ -8,7 +8,7 @@ import pytest
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.groups import Groups, TurnCredit, sample_groups, turn_advantages
-from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
+from tunix_lite.basics.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
 
 
 def test_what_a_turn_is_worth():

@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import TrainState
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.settings.compose import compose
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines
-from tunix_lite.types import TrainState
 
 RUN = ["evaluation.num_examples=0", "training.max_steps=10", "model.mesh_shape=[[4,1],[fsdp,tp]]"]
 BRACKETS = "[" * 100_000

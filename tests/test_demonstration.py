@@ -7,11 +7,11 @@ import pytest
 from test_preferences import QUICK
 
 from tunix_lite.algorithms.distill import after_prompts
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Batch
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
-from tunix_lite.types import Batch
 
 TEACHER = ["algorithm=distill", "algorithm.teacher.storage=fp32"]
 

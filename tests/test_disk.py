@@ -22,15 +22,15 @@ import pytest
 import test_train
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import TrainState
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs import watch
 from tunix_lite.settings.compose import compose
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
-from tunix_lite.types import TrainState
 
 SHORT = [*test_train.OF_A_RUN, "tracking.tensorboard=false", "evaluation.num_examples=0"]
 SIZE = 10_000_000  # of a disk: one checkpoint of a short run takes 7 MB

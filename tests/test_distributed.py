@@ -22,11 +22,11 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from processes import free_port, own_lines
 
+from tunix_lite.basics.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.distributed import agreement, join
 from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
 from tunix_lite.distributed.meeting import NotMet, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
-from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
 from tunix_lite.tasks.task import Reward, TaskConfig

@@ -24,6 +24,7 @@ import pytest
 import yaml
 from test_sizes import PUBLISHED, REFUSED
 
+from tunix_lite.basics.types import TokenScores
 from tunix_lite.commands import program
 from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
@@ -32,20 +33,19 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.config import RunConfig, build
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
-from tunix_lite.resolved.batch_size import plan_batch
-from tunix_lite.resolved.run import check_generation, check_model_divides
 from tunix_lite.settings import compose as composing
+from tunix_lite.settings.batch_size import plan_batch
+from tunix_lite.settings.config import RunConfig, build
+from tunix_lite.settings.resolved_run import check_generation, check_model_divides
 from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
-from tunix_lite.types import TokenScores
 
 ROOT = Path(__file__).parent.parent
 DOCS, EXAMPLE = ROOT / "docs", ROOT / "docs" / "extend" / "example"

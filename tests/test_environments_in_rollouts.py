@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from faulty_environments import Fails
 
+from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.types import Conversation, Rollout, SampledTurn
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment
-from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.rewards.math import correct
 from tunix_lite.runs.samples import sample_rows
@@ -22,7 +23,6 @@ from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import lines_of_sample
 from tunix_lite.train import train
-from tunix_lite.types import Conversation, Rollout, SampledTurn
 from tunix_lite.workers.pool import RewardsConfig
 
 WIDTH = 24  # columns of prompts

@@ -9,9 +9,9 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import Needs
+from tunix_lite.basics.types import Batch, Graded, Rollout
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.runs.experience import FreshExperience
-from tunix_lite.types import Batch, Graded, Rollout
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import pytest
 from conftest import random_params
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
-from tunix_lite.config import RunConfig
 from tunix_lite.models import decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.train import train
 
 PAGE = ROOT / "docs" / "extend" / "model.md"

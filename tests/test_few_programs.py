@@ -11,12 +11,12 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
-from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import results
 from tunix_lite.runs import watch
 from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.settings import resolved_run as resolved
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
 from tunix_lite.planning.forecast import (
@@ -26,10 +26,10 @@ from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_run import ResolvedRun, find_model, resolve_run
 
 SMALL = [
     *("model=random", "training.prompts_per_step=5", "algorithm.num_generations=4", "evaluation.num_examples=0"),

@@ -13,7 +13,6 @@ from conftest import NEW, PROMPT, logits_of, ragged_prompts, random_params, set_
 from jax.sharding import NamedSharding, PartitionSpec
 from test_qwen3_5 import batch_of
 
-from tunix_lite.kernels.choice import check_fused
 from tunix_lite.learner.optim import (
     AdafactorConfig,
     LionConfig,
@@ -28,6 +27,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, hf, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import GEMMA4, GEMMA4_UNIFIED, config_json, read_config
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.parallel.collectives import collectives

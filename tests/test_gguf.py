@@ -17,7 +17,7 @@ from conftest import logits_of, random_params, set_mesh
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import LONG, load
 from tunix_lite.models import decoder, hf, peft

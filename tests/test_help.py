@@ -106,7 +106,7 @@ def test_a_closed_screen_is_no_error(monkeypatch):
 
 
 def test_choices_stand_in_the_help_of_what_has_them():
-    from tunix_lite.config import CHOICES
+    from tunix_lite.settings.config import CHOICES
 
     for name, choices in CHOICES.items():
         text = (ROOT / "conf" / "training" / "default.yaml").read_text()

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import program
-from tunix_lite.errors import ConfigError
-from tunix_lite.hints import foreign_words, translated
 from tunix_lite.parallel.mesh import spec
-from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.settings import compose as composing
+from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
+from tunix_lite.settings.hints import foreign_words, translated
 
 ROOT = Path(__file__).parents[1]
 WORDS, FAMILIES = foreign_words()

@@ -27,13 +27,12 @@ from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.checkpoint import _LATER, Checkpoints
+from tunix_lite.basics import digests
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.plain_text import escaped
+from tunix_lite.basics.types import TrainState
+from tunix_lite.basics.untrusted import MOST_LINE
 from tunix_lite.commands import doctor, evaluate, export, generate, program
-from tunix_lite.config import ResumeConfig, RunConfig, build
-from tunix_lite.errors import ConfigError
-from tunix_lite.files import digests
-from tunix_lite.files.plain_text import escaped
-from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -53,10 +52,11 @@ from tunix_lite.runs.fingerprint import fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings import compose as composing
+from tunix_lite.settings.config import ResumeConfig, RunConfig, build
 from tunix_lite.tasks.sources import Arithmetic
+from tunix_lite.tracking.checkpoint import _LATER, Checkpoints
 from tunix_lite.tracking.rows import check_rows, read_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
-from tunix_lite.types import TrainState
 from tunix_lite.workers import confined
 
 ROOT = Path(__file__).parents[1]

@@ -9,11 +9,11 @@ from conftest import set_mesh
 from test_decode_products import CFG
 
 from tunix_lite.inference.live import live_engine
-from tunix_lite.kernels.choice import check_fused
-from tunix_lite.resolved.run import check_decode_kernels
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_run import check_decode_kernels
 
 GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
 

@@ -13,11 +13,10 @@ from conftest import logits_of
 
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
-from tunix_lite.config import build
 from tunix_lite.distributed.join import disable_compilation_cache
-from tunix_lite.errors import ConfigError
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.models import hf
@@ -27,6 +26,7 @@ from tunix_lite.models.source import BUNDLED, ModelConfig, locate
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.fingerprint import check_same_run, differences, fingerprint
 from tunix_lite.settings.compose import compose_values
+from tunix_lite.settings.config import build
 
 SHORT = GenerationConfig(64, 12)
 QUESTIONS = ["What is 1 + 2?", "What is 12 + 7 - 3 + 5?", "What is 9 - 4?"]

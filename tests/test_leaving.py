@@ -17,17 +17,17 @@ from lingering_reward import leaves_a_child
 from processes import run_together
 from test_train import lines, without_time
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.errors import RunFailed
+from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.stopping import Stopping, StopRun
-from tunix_lite.errors import RunFailed
 from tunix_lite.runs import leaving
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import check_rows, grading
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.processes import Processes, SharedError
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
-from tunix_lite.types import TrainState
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]

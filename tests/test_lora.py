@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import logits_of, ragged_prompts, random_params, set_mesh
 
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -21,7 +22,6 @@ from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_leve
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Batch, TrainState
 
 CFG = Architecture(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
 LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")

@@ -9,6 +9,7 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.types import Graded, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -18,7 +19,6 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Graded, TrainState
 
 CFG = Architecture(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
 STEPS = 3

@@ -23,10 +23,10 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.objective import described, function_of
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Graded, Rollout, RowBatch, TokenScores
 from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
 PRESETS = [name for name in PRESETS if name not in ("sft", "dpo", "distill")]

@@ -18,9 +18,9 @@ from tunix_lite.models.weights import is_weight
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import programs as planned_programs
-from tunix_lite.resolved.parts import abstract
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import abstract
+from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 
 @pytest.mark.parametrize(("R", "I", "O"), [(12, 3, 8), (12, 8, 3), (12, 4, 4), (1, 3, 12), (5, 1, 1)])

@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import traverse_util
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import TrainState
 from tunix_lite.learner.optim import (
     AdafactorConfig,
     LionConfig,
@@ -30,11 +30,11 @@ from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import TrainState
+from tunix_lite.settings.resolved_parts import abstract, mesh_of_run, optimizer_of
+from tunix_lite.settings.resolved_run import find_model, resolve_run
+from tunix_lite.tracking.checkpoint import Checkpoints
 
 OPTIMIZERS = ("default", "adafactor", "muon", "lion", "sgd")
 # q: 6 inputs, 2 heads of 3; o: the same heads as two dims of inputs

@@ -20,8 +20,16 @@ from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import (
+    Conversation,
+    Rollout,
+    RowBatch,
+    SampledTurn,
+    TokenScores,
+    TrainState,
+    TurnReply,
+)
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
@@ -37,15 +45,7 @@ from tunix_lite.runs.overlap_rules import groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
-from tunix_lite.types import (
-    Conversation,
-    Rollout,
-    RowBatch,
-    SampledTurn,
-    TokenScores,
-    TrainState,
-    TurnReply,
-)
+from tunix_lite.tracking.checkpoint import Checkpoints
 
 WIDE = pytest.mark.wide
 GROUPS = 4

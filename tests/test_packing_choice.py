@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import computed_flops, packed_as, with_packing
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import _fingerprint_of, find_parts, with_packing_as_before
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
 WORDS += ["generation.max_new_tokens=8"]

@@ -21,10 +21,11 @@ from conftest import EOS, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers
 from test_hardware import needs_compiler
 
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.rows import at_every_width
@@ -41,14 +42,13 @@ from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
 from tunix_lite.planning.speed import Speed
-from tunix_lite.resolved.parts import abstract, scored_batch_shapes
-from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import generate as sampler
 from tunix_lite.rollout import memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import abstract, scored_batch_shapes
+from tunix_lite.settings.resolved_run import ResolvedRun, find_model, resolve_run
 from tunix_lite.train import train
-from tunix_lite.types import Batch, TrainState
 
 SMALL = [
     "training.packing=none",

@@ -18,7 +18,8 @@ from test_docs import EXAMPLE, ROOT, commands
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Batch, Rollout, TokenScores
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
@@ -26,17 +27,16 @@ from tunix_lite.models.source import TeacherConfig
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.resolved.batch_size import plan_batch
-from tunix_lite.resolved.parts import policy_of
-from tunix_lite.resolved.run import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
 from tunix_lite.settings import compose as composing
+from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import policy_of
+from tunix_lite.settings.resolved_run import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.tasks.sources import Jsonl
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
-from tunix_lite.types import Batch, Rollout, TokenScores
 
 
 def test_a_batch_is_scored_under_the_weights_that_are_given(cfg, params, rollout):

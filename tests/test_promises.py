@@ -9,8 +9,8 @@ import subprocess
 import pytest
 from test_docs import ROOT, of_a_program, of_a_run
 
-from tunix_lite.config import plain
 from tunix_lite.settings.compose import compose, compose_values
+from tunix_lite.settings.config import plain
 
 # What now does what the guide wants: the command -> a setting that says so.
 WORKS = [

@@ -10,7 +10,7 @@ import pytest
 import test_overlap
 from conftest import NEW, PROMPT, logits_of, ragged_prompts, random_params, set_mesh
 
-from tunix_lite.kernels.choice import check_fused
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -18,6 +18,7 @@ from tunix_lite.models import attention, decoder, gated_delta_net, hf, peft, wei
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.families import QWEN3_5, config_json, read_config
 from tunix_lite.models.gated_delta_net import DeltaState
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.layer_kind import Surroundings
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import init_stored, stored_table
@@ -29,7 +30,6 @@ from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.programs import SamplerSpec, longest_chunk
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Batch
 
 NET = DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=6)
 CFG = Architecture(

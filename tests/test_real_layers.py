@@ -12,7 +12,6 @@ import pytest
 from conftest import logits_of
 from server_thread import in_thread
 
-from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import load
 from tunix_lite.inference.live import live_engine
@@ -20,6 +19,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.serving.app import Server, ServerSettings
 from tunix_lite.serving.calls import Limits
 from tunix_lite.settings.compose import compose
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.train import train
 
 pytest.importorskip("gguf", reason="needs the gguf extra")

@@ -17,10 +17,10 @@ from test_hardware import needs_compiler
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.planning.hardware import find_target
-from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs import session, setup
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import conf_dir
+from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 

@@ -12,7 +12,7 @@ import pytest
 from test_train import SHORT, lines, without_time
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig

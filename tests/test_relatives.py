@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
 
-from tunix_lite.kernels.choice import check_fused
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, hf, peft, weights
 from tunix_lite.models.architecture import Architecture, LongRope, Yarn
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
-from tunix_lite.resolved.run import check_generation
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
-from tunix_lite.types import Batch
+from tunix_lite.settings.resolved_run import check_generation
 
 SIZES = {
     "vocab_size": 48,

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.planning.hardware import Machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.resolved.run import find_model
 from tunix_lite.runs.learner import build_learner
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_run import find_model
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir
 
 BUNDLED = ["evaluation.num_examples=0", "model.mesh_shape=[[2,2],[fsdp,tp]]"]

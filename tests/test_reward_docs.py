@@ -9,10 +9,10 @@ import pytest
 import yaml
 from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
-from tunix_lite.config import build
 from tunix_lite.rewards import answers, code, judge, math_verify, similarity, text
 from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import build
 from tunix_lite.tasks.task import Reward, TaskConfig
 from tunix_lite.workers.pool import Pool, RewardsConfig
 

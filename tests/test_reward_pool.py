@@ -39,7 +39,8 @@ from test_reward_scores import Words
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.types import Rollout
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.watch import keep_samples
 from tunix_lite.settings.compose import compose
@@ -47,7 +48,6 @@ from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import ON_ERROR, Pool, RewardsConfig, check_portable
 
 ZERO = RewardsConfig("zero", timeout=0.5)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from scored_rewards import of_group, of_text, one, shown
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Rollout
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.grading import shared_outcomes, values_of
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ragged_prompts, random_params
+from tunix_lite.basics.types import Batch, RowBatch
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import RowLayout
@@ -21,7 +22,6 @@ from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_t
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Batch, RowBatch
 
 BF16 = jnp.bfloat16
 PLAIN = dict(pattern=("global",), window=None, embed_scale=False, norm_plus_one=False, post_norms=False)

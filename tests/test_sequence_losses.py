@@ -18,8 +18,8 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import Needs, Policy
+from tunix_lite.basics.types import Rollout, TokenScores
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.types import Rollout, TokenScores
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow
 import exactness_worker

@@ -14,10 +14,10 @@ from test_packing import layouts
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_mean, sequence_sum
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.config import reduction_of
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import RowBatch
 from tunix_lite.settings import compose as composing
-from tunix_lite.types import RowBatch
+from tunix_lite.settings.config import reduction_of
 
 
 def padded(x_RW, fill=0):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from server_thread import in_thread
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.inference.language_model import load
 from tunix_lite.inference.live import live_engine
 from tunix_lite.rollout.live import DrawSettings, EngineFailed, LiveSequence, NewTokens, TooManyRequests

@@ -12,13 +12,13 @@ from tests.conftest import set_mesh
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.types import Batch, Max, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Batch, Max, RowBatch, TokenScores, TrainState
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:

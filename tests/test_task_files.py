@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training

@@ -10,7 +10,7 @@ import pytest
 from test_tokenizer import FAMILIES
 
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.score import held_out_examples

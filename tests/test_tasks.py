@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Rollout
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.text import brevity, contains
@@ -22,7 +23,6 @@ from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig
 
 

@@ -14,6 +14,7 @@ from test_tokenizer import TOOL
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.types import Batch, TokenScores
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -25,7 +26,6 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.processes import ALONE
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
-from tunix_lite.types import Batch, TokenScores
 from tunix_lite.workers.pool import RewardsConfig
 
 PROMPT, NEW, G = 896, 704, 2

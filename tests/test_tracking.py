@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tunix_lite.files.plain_text import visible
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir, Status, read_status

@@ -20,13 +20,12 @@ import pytest
 import yaml
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics import plain_text
+from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands import train as train_command
 from tunix_lite.distributed.stopping import Stopping
-from tunix_lite.errors import ConfigError, RunFailed
-from tunix_lite.files import plain_text
-from tunix_lite.files.plain_text import visible
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
@@ -35,6 +34,7 @@ from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import task as task_module
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.train import train
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import tunix_lite
+from tunix_lite.basics.types import RowBatch, TokenScores
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
 from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import SETTINGS, token_loss
-from tunix_lite.types import RowBatch, TokenScores
 
 TINY = [
     "model=random",

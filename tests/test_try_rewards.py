@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import rewards_to_try as tried
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.rewards.text import brevity
 from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare

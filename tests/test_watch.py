@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_train import SHORT, lines
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import RunFailed
+from tunix_lite.basics.errors import RunFailed
 from tunix_lite.runs import watch
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.train import train
 
 

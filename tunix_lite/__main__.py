@@ -7,7 +7,7 @@ import sys
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.commands.help import COMMANDS
-from tunix_lite.hints import near_word
+from tunix_lite.settings.hints import near_word
 
 # Commands that were here, and those of other projects, and what they are now.
 _ELSEWHERE = {

@@ -8,9 +8,9 @@ from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
+from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores, TrainState
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import Completion, LanguageModel, load
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -25,15 +25,15 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.agents.running import AgentConfig
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.sources import Arithmetic, Jsonl
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
-from tunix_lite.train_agent import train_agent
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
+from tunix_lite.trainer.train_agent import train_agent
 from tunix_lite.trainer.trainer import Trainer, TrainingClient
-from tunix_lite.types import Batch, Graded, Rollout, TokenScores, TrainState
 
 __all__ = [
     "DPO",

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.config import RunConfig
+from tunix_lite.basics.types import TrainState
 from tunix_lite.runs.experience import ExperienceSource, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.session import Job, Session, open_run
 from tunix_lite.runs.watch import StepDone, Watch, open_watch
-from tunix_lite.types import TrainState
+from tunix_lite.settings.config import RunConfig
 
 
 def train(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.config import TrainingConfig
+from tunix_lite.basics.types import Graded, Rollout, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -33,11 +33,11 @@ from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.resolved.batch_size import plan_batch, plan_rows
-from tunix_lite.resolved.run import has_large_head
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Graded, Rollout, TrainState
+from tunix_lite.settings.batch_size import plan_batch, plan_rows
+from tunix_lite.settings.config import TrainingConfig
+from tunix_lite.settings.resolved_run import has_large_head
 
 IMPORTED = time.perf_counter()
 

@@ -23,11 +23,11 @@ import numpy as np
 from tunix_lite import api
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.resolved.parts import policy_of
 from tunix_lite.runs.experience import ExperienceSource, FreshExperience
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import find_parts
+from tunix_lite.settings.resolved_parts import policy_of
 
 IMPORTED = time.perf_counter()
 

@@ -18,13 +18,13 @@ from conformance.fixtures import FIXTURES, Fixture
 from conformance.formulas import OTHER_LOGITS, value_and_gradient
 from conformance.rows import LONGEST, Variant
 from tunix_lite.algorithms.algorithm import Algorithm, Policy, TeacherComparison
-from tunix_lite.config import build
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Batch, ComparedScores, Graded, Rollout, RowBatch, TokenScores
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
 from tunix_lite.models.vocabulary import head_spec
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.types import Batch, ComparedScores, Graded, Rollout, RowBatch, TokenScores
+from tunix_lite.settings.config import build
 
 # relative; float32 has 24 bits, and an exponential of 18 keeps 19 of them
 TOLERANCE = 1e-4

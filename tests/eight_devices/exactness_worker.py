@@ -14,6 +14,7 @@ from jax.experimental.multihost_utils import process_allgather
 from processes import answer
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -22,7 +23,6 @@ from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
-from tunix_lite.types import Batch, TrainState
 
 SEQUENCES, PROMPT, NEW = 16, 10, 22
 # A lane with a column more than is needed, or eight devices would not divide the row where they divide its columns.

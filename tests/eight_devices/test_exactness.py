@@ -13,12 +13,12 @@ from conftest import set_mesh
 from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
 from processes import run_together
 
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.update import round_by_chance
 from tunix_lite.models import attention, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
 from tunix_lite.runs.samples import arrays_of_batch
-from tunix_lite.types import Batch
 
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
 

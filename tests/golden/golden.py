@@ -115,9 +115,9 @@ def stablehlo() -> dict[str, str]:
     import jax
 
     from tunix_lite.planning.programs import lowered
-    from tunix_lite.resolved.parts import abstract, mesh_of_run
-    from tunix_lite.resolved.run import find_model, resolve_run
     from tunix_lite.settings.compose import compose
+    from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
+    from tunix_lite.settings.resolved_run import find_model, resolve_run
 
     texts = {}
     for name, (settings, fsdp, tp, wanted) in PROGRAMS.items():

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tunix_lite.types import (
+from tunix_lite.basics.types import (
     Batch,
     Graded,
     Metrics,

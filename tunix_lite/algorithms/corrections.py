@@ -16,7 +16,7 @@ import numpy as np
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.sequences import sequence_mean
 from tunix_lite.algorithms.surrogates import Gain
-from tunix_lite.types import Batch, Metrics
+from tunix_lite.basics.types import Batch, Metrics
 
 # the stream of a batch that holds the weights
 STREAM_NAME = "correction"

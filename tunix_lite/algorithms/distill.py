@@ -30,7 +30,7 @@ from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, Teache
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import (
+from tunix_lite.basics.types import (
     Batch,
     Graded,
     Metrics,

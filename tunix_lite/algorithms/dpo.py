@@ -19,7 +19,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
 # fields of an example, in the order in which the completions of a pair stand in a batch

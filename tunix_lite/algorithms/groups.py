@@ -27,7 +27,7 @@ from tunix_lite.algorithms.advantages import (
 )
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.algorithms.weighting import weights_of_learned
-from tunix_lite.types import Batch, Graded, Metrics, Params, Rollout
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
 
 # folded into the key of further rounds; sampling folds the number of a prompt into the key that it
 # gets

@@ -22,7 +22,7 @@ from tunix_lite.algorithms.groups import Groups, sample_groups, sample_mixed_gro
 from tunix_lite.algorithms.objective import Objective
 from tunix_lite.algorithms.ratios import token_terms
 from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics, takes_bounds
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.sequences import sequence_mean
-from tunix_lite.types import RowBatch, TokenScores
+from tunix_lite.basics.types import RowBatch, TokenScores
 
 # beyond it a ratio is clipped anyway, and exp stays finite
 MAX_LOG_RATIO = 20.0

@@ -10,7 +10,7 @@ one row into another, so micro-batches and shards of a mesh do not matter. Both 
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.types import RowBatch
+from tunix_lite.basics.types import RowBatch
 
 
 def sequence_sum(x_RW: jax.Array, batch: RowBatch) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
 from tunix_lite.algorithms.weighting import per_token, weights_of_learned
-from tunix_lite.types import Batch, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)

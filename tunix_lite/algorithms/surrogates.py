@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.sequences import sequence_mean
-from tunix_lite.types import Max, Metrics, smallest
+from tunix_lite.basics.types import Max, Metrics, smallest
 
 
 class Bounds(NamedTuple):

@@ -25,8 +25,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tunix_lite.basics.plain_text import device_name, escaped
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
 from tunix_lite.distributed.agreement import installed_version, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import prepare_gpu
@@ -38,8 +38,8 @@ from tunix_lite.distributed.join import (
     is_first,
 )
 from tunix_lite.distributed.process_place import LaunchConfig, find_place
-from tunix_lite.files.plain_text import device_name, escaped
 from tunix_lite.planning import hardware
+from tunix_lite.settings.config import RunConfig
 
 # Seconds that a process has beside the time-out to end by itself, where Python cannot run.
 _GRACE = 15

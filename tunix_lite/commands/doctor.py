@@ -3,11 +3,11 @@ on its results, or compare several runs."""
 
 from dataclasses import dataclass
 
+from tunix_lite.basics.errors import RunFailed, error_context
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.distributed.folder_lock import is_held
-from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import as_path
 from tunix_lite.report.comparison import lines_of_runs, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.imports import looking_in_working_folder
+from tunix_lite.basics.plain_text import visible
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig, build, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (
@@ -30,10 +32,6 @@ from tunix_lite.distributed.join import (
     is_first,
 )
 from tunix_lite.distributed.meeting import NotMet
-from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.files.imports import looking_in_working_folder
-from tunix_lite.files.plain_text import visible
-from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
@@ -45,8 +43,10 @@ from tunix_lite.runs.evaluate import rollout_sizes
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
+from tunix_lite.settings.config import RunConfig, build, plain
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.progress import StandardError
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 

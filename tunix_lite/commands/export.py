@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig
 from tunix_lite.inference import export as exporting
+from tunix_lite.settings.config import RunConfig
 
 
 @dataclass(frozen=True)

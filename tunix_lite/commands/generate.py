@@ -7,13 +7,13 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.plain_text import shortened, visible
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.plain_text import shortened, visible
 from tunix_lite.inference.language_model import Completion, LanguageModel, Prompt
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.row_files import json_of, lines_of
 from tunix_lite.tracking.progress import SHORT_SECONDS, Progress, StandardError, after
 

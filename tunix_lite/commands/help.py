@@ -15,7 +15,7 @@ from pathlib import Path
 from tunix_lite import __version__
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.distributed.command_line import conf_dir, config_dir
-from tunix_lite.hints import options_of
+from tunix_lite.settings.hints import options_of
 
 COMMANDS = {
     "train": "train a model; takes the same overrides as run_training.py",

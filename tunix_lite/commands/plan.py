@@ -8,10 +8,9 @@ from pathlib import Path
 
 import jax
 
+from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
@@ -21,7 +20,8 @@ from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 from tunix_lite.report.evidence import read_overrides
-from tunix_lite.resolved.run import find_model
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
 _COMPILED = 4

@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.plain_text import visible, without_secrets
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands.closed_pipe import (
     as_long_as_read,
     end_when_unread,
     open_closed_streams,
 )
-from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.command_line import (
     SHOWS_ONLY,
     check_config_dir,
@@ -31,10 +34,6 @@ from tunix_lite.distributed.command_line import (
 )
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
-from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.plain_text import visible, without_secrets
-from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.settings.compose import (
     as_yaml,
@@ -47,6 +46,7 @@ from tunix_lite.settings.compose import (
     setting_names,
     sweep_folder,
 )
+from tunix_lite.settings.config import RunConfig, build
 from tunix_lite.settings.flags import HYDRA, OF_COMMANDS, flags_first, refuse_foreign
 from tunix_lite.tracking.disk import ANYWHERE, DiskError
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import jax
 
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.plain_text import visible
 from tunix_lite.inference.live import live_engine
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
@@ -25,6 +24,7 @@ from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
 from tunix_lite.serving.tinker.work import WorkerFailed
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.trainer.trainer import Trainer
 
 

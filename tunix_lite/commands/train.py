@@ -6,9 +6,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.imports import looking_in_working_folder
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.command_line import folder_given, fresh_folder, in_folder
@@ -27,9 +28,6 @@ from tunix_lite.distributed.join import (
 )
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
-from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.files.imports import looking_in_working_folder
-from tunix_lite.files.plain_text import visible
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.planning import plan as planning
@@ -45,6 +43,8 @@ from tunix_lite.runs.setup import (
     startup_summary,
 )
 from tunix_lite.settings import compose as composing
+from tunix_lite.settings.config import RunConfig, plain
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.train import train
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.config import RunConfig
 from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import devices_taken
+from tunix_lite.settings.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.basics.addresses import check_on_disk
 
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunix_lite.basics.errors import is_of_a_peer
 from tunix_lite.distributed.agreement import (
     Agreement,
     ProcessInfo,
@@ -31,7 +32,6 @@ from tunix_lite.distributed.process_place import (
     ProcessPlace,
     find_place,
 )
-from tunix_lite.errors import is_of_a_peer
 
 if TYPE_CHECKING:
     import jax

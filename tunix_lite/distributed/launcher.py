@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.distributed import command_line
 from tunix_lite.distributed.command_line import folder_given
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
 from tunix_lite.distributed.process_place import TORCH_SETS, LaunchConfig, find_place
-from tunix_lite.files.addresses import check_on_disk
 
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")

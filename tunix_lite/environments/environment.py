@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tunix_lite.files.plain_text import escaped
+from tunix_lite.basics.plain_text import escaped
 from tunix_lite.rewards.scores import MOST_REWARD
 from tunix_lite.workers.child import KEPT, short_repr
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from tunix_lite.basics.plain_text import message_of
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
-from tunix_lite.files.plain_text import message_of
 from tunix_lite.workers.child import short_repr
 
 ROLES = ("tool", "user", "assistant")

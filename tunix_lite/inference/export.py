@@ -18,8 +18,9 @@ import numpy as np
 from flax import traverse_util
 
 from tunix_lite import __version__
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.types import Params
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import attention, decoder, families, gguf_out, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
@@ -30,7 +31,6 @@ from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
 from tunix_lite.models.weights import Lora, flatten, without_adapters
 from tunix_lite.tracking.progress import BytesProgress, StandardError
-from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter", "gguf", "gguf_adapter")
 # those that write adapters without their base

@@ -14,11 +14,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig, build
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.plain_text import shown
-from tunix_lite.files.untrusted import as_path, check_settings
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params, check_seed
+from tunix_lite.basics.untrusted import as_path, check_settings
 from tunix_lite.learner.defaults import AUTO, precision
 from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import decoder, source, weights
@@ -33,9 +32,10 @@ from tunix_lite.rollout.engine import next_power_of_two
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
+from tunix_lite.settings.config import RunConfig, build
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params, check_seed
 
 # Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
 WIDTH = 64

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import jax
 
+from tunix_lite.basics.types import Params
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
-from tunix_lite.types import Params
 
 # Slots where rollout.num_slots does not say how many.
 _SLOTS = 32

@@ -7,13 +7,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.basics.types import Params, Prompts, Rollout
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
-from tunix_lite.types import Params, Prompts, Rollout
 
 # On a CPU: slots of any model, and weights times slots of a small one.
 _CPU_SLOTS = 16

@@ -19,9 +19,9 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from tunix_lite.kernels.choice import FEWEST
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import FAR_BELOW
+from tunix_lite.models.kernel_choice import FEWEST
 from tunix_lite.parallel.mesh import spec
 
 # Columns that a program reads at once.

@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from tunix_lite.kernels.choice import FEWEST
 from tunix_lite.models.decoder import Products
+from tunix_lite.models.kernel_choice import FEWEST
 from tunix_lite.models.rounding import stored, wide
 from tunix_lite.parallel.mesh import spec
 

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.kernels.choice import FEWEST, PIECE
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.decoder import softcap
+from tunix_lite.models.kernel_choice import FEWEST, PIECE
 from tunix_lite.parallel.mesh import spec
 
 # Rows that a program takes, at most: with 64 an H100 has registers for two programs on a

@@ -16,11 +16,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
+from tunix_lite.basics.types import (
+    Batch,
+    ComparedScores,
+    Params,
+    RowBatch,
+    TokenScores,
+    realigned,
+)
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
 from tunix_lite.models.vocabulary import head_spec, token_scores
 from tunix_lite.parallel.mesh import sharding
-from tunix_lite.types import Batch, ComparedScores, Params, RowBatch, TokenScores, realigned
 
 # names of what is kept of the teacher: streams, and a constant
 HIDDEN = "teacher_hidden"

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tunix_lite.basics.types import Max, Metrics
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
-from tunix_lite.types import Max, Metrics
 
 # a pytree of arrays
 Tree = Any

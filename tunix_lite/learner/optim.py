@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tunix_lite.basics.types import Params
 from tunix_lite.models.weights import Table, Weight, is_weight
-from tunix_lite.types import Params
 
 SCHEDULES = ("constant", "linear", "cosine")
 # dims of a weight that are inputs and outputs of a matrix; or, as optax.partition marks it, none

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
+from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 from tunix_lite.learner.micro_batches import cut, part_of
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
@@ -19,7 +20,6 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import axis_size, constrain
-from tunix_lite.types import Batch, Params, RowBatch, TokenScores
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import Batch, RowBatch
 from tunix_lite.learner import packing
 from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
-from tunix_lite.types import Batch, RowBatch
 
 PACKING = ("none", "sequences", "prefix")
 

@@ -13,11 +13,11 @@ import optax
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.basics.types import Metrics, Params, RowBatch, TrainState
 from tunix_lite.learner.micro_batches import Sums, accumulate
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 # folded into the seed, so that dropout and sampling share no numbers
 DROPOUT = 0xD0

@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import RowBatch
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.rounding import at_least_float32, is_rounded, product, stored, wide
 from tunix_lite.models.unfused import matrix_first, with_unfused_cotangent
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
-from tunix_lite.types import RowBatch
 
 # A masked score. It is finite, so that a row that sees nothing stays finite.
 FAR_BELOW = -1e30

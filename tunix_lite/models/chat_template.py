@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from tunix_lite.files.plain_text import escaped, shown
+from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.models.template_environment import (
     TemplateFailed,
     check_text,

@@ -32,7 +32,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from tunix_lite.files.imports import import_named
+from tunix_lite.basics.imports import import_named
+from tunix_lite.basics.types import Params
 from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import READER, Architecture, repeated
@@ -60,7 +61,6 @@ from tunix_lite.models.weights import (
     zeros,
 )
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
-from tunix_lite.types import Params
 
 _EMBED_INIT = jax.nn.initializers.normal(0.02)
 # The axes of hidden states between layers.

@@ -16,8 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from tunix_lite.files.imports import import_named
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.imports import import_named
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.models.architecture import (
     MOST_LAYERS,
     Architecture,

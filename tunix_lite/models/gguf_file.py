@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import opened
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.untrusted import opened
 
 # Most bytes before the tensors. Gemma 3's vocabulary has 6 MB.
 _MOST_HEADER = 2**28

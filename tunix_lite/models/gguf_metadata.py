@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.plain_text import shown
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models.architecture import RopeScaling
 from tunix_lite.models.gguf_file import GgufFile, is_gguf, open_gguf
 

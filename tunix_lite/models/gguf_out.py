@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params
 from tunix_lite.models import gguf_metadata, hf
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
@@ -37,7 +38,6 @@ from tunix_lite.models.gguf_tokenizer import (
 )
 from tunix_lite.models.peft import module_of
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.types import Params
 
 # Type of the matrices -> general.file_type, and the type from which they are made.
 TYPES = {"f32": (0, "F32"), "f16": (1, "F16"), "bf16": (32, "BF16"), "q8_0": (7, "F32")}

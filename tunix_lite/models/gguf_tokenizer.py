@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from tunix_lite.files.plain_text import escaped, shown
+from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.models.gguf_file import GgufFile, open_gguf
 from tunix_lite.models.gguf_metadata import small_object
 

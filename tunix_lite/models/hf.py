@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.types import Params
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
@@ -42,7 +43,6 @@ from tunix_lite.models.weights import (
     unstacked,
 )
 from tunix_lite.parallel.mesh import sharding
-from tunix_lite.types import Params
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.untrusted import read_object
 
 # Configuration, tokenizer, index of the weights.
 _SMALL = ("*.json", "*.jinja", "tokenizer.model")

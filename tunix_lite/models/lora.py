@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
@@ -27,7 +28,6 @@ from tunix_lite.models.weights import (
     stacked,
     unstacked,
 )
-from tunix_lite.types import Params
 
 # Folded into the seed of a run, so that adapters do not start from the numbers of random weights.
 ADAPTER_SEED = 0x10A

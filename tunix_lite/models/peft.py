@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 from flax import traverse_util
 
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import as_path, read_object
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.types import Params
+from tunix_lite.basics.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Params
 
 # Wider than any matrix that an adapter is for.
 MOST_RANK = 2**16

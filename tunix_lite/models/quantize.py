@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import Params
 from tunix_lite.models.weights import (
     NF4_LEVELS,
     Int8,
@@ -28,7 +29,6 @@ from tunix_lite.models.weights import (
     unstacked,
     zeros,
 )
-from tunix_lite.types import Params
 
 # The dtype of the weights that are not quantised.
 STORAGE: dict[str, DTypeLike] = {

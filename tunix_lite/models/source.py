@@ -13,10 +13,11 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.errors import error_context
-from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import as_path, read_text
+from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.errors import error_context
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.types import Params
+from tunix_lite.basics.untrusted import as_path, read_text
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
@@ -27,7 +28,6 @@ from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
-from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
 # storage types of weights that do not train

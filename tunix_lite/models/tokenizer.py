@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from tunix_lite.files.plain_text import escaped, shortened, shown
-from tunix_lite.files.untrusted import read_text
+from tunix_lite.basics.plain_text import escaped, shortened, shown
+from tunix_lite.basics.untrusted import read_text
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object

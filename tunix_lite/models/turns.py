@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tunix_lite.files.plain_text import escaped
+from tunix_lite.basics.plain_text import escaped
 from tunix_lite.models.tokenizer import Read, Tokenizer, as_data, read_quoted
 
 # Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line

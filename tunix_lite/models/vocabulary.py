@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from tunix_lite.basics.types import TokenScores
 from tunix_lite.models.rounding import stored
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
-from tunix_lite.types import TokenScores
 
 # Float32 logits that a device holds at once: 64 MiB.
 SCORES_AT_ONCE = 2**24

@@ -21,10 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import Params
 from tunix_lite.models.rounding import added, is_rounded, product, stored, wide
 from tunix_lite.models.unfused import matmul, matrix_first
 from tunix_lite.parallel.mesh import MeshSizes, constrain_gradient, gather, sharding, spec
-from tunix_lite.types import Params
 
 # (key, shape, dtype) -> array
 Initializer = Callable[..., jax.Array]

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
 from tunix_lite.planning.hardware import Machine, find_machine, slice_shapes
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
-from tunix_lite.resolved.batch_size import lengths_of, plan_batch
-from tunix_lite.resolved.run import find_model, micro_batches_to_try, with_micro_batch
+from tunix_lite.settings.batch_size import lengths_of, plan_batch
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_run import find_model, micro_batches_to_try, with_micro_batch
 
 # Nodes of GPUs that are tried at most, and the factor by which a target may grow.
 MOST_NODES = 64

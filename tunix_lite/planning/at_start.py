@@ -7,7 +7,8 @@ from functools import partial
 
 import jax
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Params, RowBatch, TrainState
 from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
@@ -23,14 +24,13 @@ from tunix_lite.planning.plan import (
     largest_micro_batch,
 )
 from tunix_lite.planning.programs import compiled
-from tunix_lite.resolved.parts import (
+from tunix_lite.settings.resolved_parts import (
     abstract,
     batch_shapes,
     scored_batch_shapes,
     train_step_of,
 )
-from tunix_lite.resolved.run import ResolvedRun, micro_batches_to_try
-from tunix_lite.types import Params, RowBatch, TrainState
+from tunix_lite.settings.resolved_run import ResolvedRun, micro_batches_to_try
 
 
 def choose_micro_batch(

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from tunix_lite.kernels.choice import PIECE
 from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
+from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.planning import speed
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.kernels import predicted_seconds
 from tunix_lite.planning.lengths import Lengths, json_rows
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.engine import padded_width, prompt_widths
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 # Steps left out at the start of a run, which compile.
 FIRST = 2

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import jax
 
+from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import GPU_SHARE
-from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30

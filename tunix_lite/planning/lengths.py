@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import brentq
 
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 
 # Share of the maximum that a mean length has, if nobody says.
 MEAN_SHARE = 0.5

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tunix_lite.config import RunConfig, reduction_of
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner import packing
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import decoder
 from tunix_lite.planning.flops import forward_flops, recurrence_flops
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.types import Batch
+from tunix_lite.settings.config import RunConfig, reduction_of
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 AUTO = "auto"
 # A packed run computes at least so much less: packing rows takes the host some time, too.

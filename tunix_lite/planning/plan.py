@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from tunix_lite.config import RunConfig
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning.estimate import MemoryEstimate
@@ -22,14 +21,15 @@ from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.planning.speed import Bound, Speed
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import (
+from tunix_lite.rollout.memory import Offloading
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
+from tunix_lite.settings.resolved_run import (
     ResolvedRun,
     check_can_be_lowered,
     micro_batches_to_try,
     resolve_run,
 )
-from tunix_lite.rollout.memory import Offloading
 
 # where the bytes of a phase come from
 COMPILED = "compiled"

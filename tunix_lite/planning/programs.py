@@ -16,21 +16,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.basics.types import Params
 from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.resolved.parts import (
-    Shapes,
-    batch_shapes,
-    description_of,
-    placed,
-    policy_of,
-    scored_batch_shapes,
-    train_step_of,
-)
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
 from tunix_lite.rollout.programs import (
@@ -41,7 +32,16 @@ from tunix_lite.rollout.programs import (
     at_home,
     longest_chunk,
 )
-from tunix_lite.types import Params
+from tunix_lite.settings.resolved_parts import (
+    Shapes,
+    batch_shapes,
+    description_of,
+    placed,
+    policy_of,
+    scored_batch_shapes,
+    train_step_of,
+)
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 # which tokens end a completion, or pad one, changes no program's size
 NO_END = (1,)

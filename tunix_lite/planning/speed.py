@@ -14,7 +14,7 @@ from tunix_lite.models.weights import flatten, num_params
 from tunix_lite.planning import flops
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import Hardware
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True)

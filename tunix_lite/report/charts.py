@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.files.plain_text import visible
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.report.evidence import Evidence, Series
 from tunix_lite.tracking.console import as_words
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunix_lite.files.plain_text import escaped
+from tunix_lite.basics.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.charts import number_text
 from tunix_lite.report.evidence import read_evidence, read_overrides

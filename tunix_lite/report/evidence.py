@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files import untrusted
-from tunix_lite.files.plain_text import escaped, shown
+from tunix_lite.basics import untrusted
+from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tunix_lite.files.plain_text import visible
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.report.charts import COLORS, Chart, line_chart
 
 # most characters of a completion, and of any other text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from tunix_lite.files.plain_text import escaped
+from tunix_lite.basics.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import Measured, ScoreChange
 from tunix_lite.report.charts import CURVES, curves, ends, metrics_of, number_text

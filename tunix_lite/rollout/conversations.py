@@ -19,13 +19,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
-from tunix_lite.rollout.memory import free_host_bytes, memory_here
-from tunix_lite.rollout.programs import Slots
-from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import (
+from tunix_lite.basics.types import (
     Conversation,
     Metrics,
     Prompts,
@@ -33,6 +27,12 @@ from tunix_lite.types import (
     SampledTurn,
     TurnReply,
 )
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
+from tunix_lite.rollout.memory import free_host_bytes, memory_here
+from tunix_lite.rollout.programs import Slots
+from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 
 class Partner(Protocol):

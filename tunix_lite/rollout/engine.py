@@ -22,6 +22,7 @@ from itertools import chain
 import jax
 import numpy as np
 
+from tunix_lite.basics.types import Metrics, Params
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
@@ -35,7 +36,6 @@ from tunix_lite.rollout.programs import (
 )
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Metrics, Params
 
 # Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
 # On a CPU a few hundred do, and small blocks have less padding: with 4,096, 16 questions of GSM8K

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.kernels.choice import check_fused
+from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
 from tunix_lite.parallel.compiling import check_wanted, compiled_together
@@ -59,7 +60,6 @@ from tunix_lite.rollout.requests import (
     check_prompts,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Metrics, Params, Prompts, Rollout
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from tunix_lite.basics.types import Params
 from tunix_lite.rollout.engine import Engine
 from tunix_lite.rollout.programs import Programs
 from tunix_lite.rollout.requests import DrawSettings, Request, StopCriteria
-from tunix_lite.types import Params
 
 # Prompts that one prefill reads, at most. A single one is read alone.
 PROMPTS_PER_PREFILL = 8

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import Params
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
@@ -27,7 +28,6 @@ from tunix_lite.parallel.mesh import (
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.engine import prompt_cache_blocks
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from tunix_lite.basics.types import FINISH, Metrics, Params, Prompts, Rollout
 from tunix_lite.rollout.engine import padded_width, prompt_widths
 from tunix_lite.rollout.generate import CompletionSampler, compile_append
 from tunix_lite.rollout.requests import (
@@ -21,7 +22,6 @@ from tunix_lite.rollout.requests import (
     stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
 
 # The metrics of a rollout that had enough before it began.
 NOTHING_SAMPLED: Metrics = {

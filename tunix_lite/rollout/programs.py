@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tunix_lite.basics.types import Params
 from tunix_lite.models import attention, decoder, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
@@ -37,7 +38,6 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Params
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
 NOISE_AT_ONCE = 2**22

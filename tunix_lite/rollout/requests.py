@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tunix_lite.files.plain_text import shortened
+from tunix_lite.basics.plain_text import shortened
+from tunix_lite.basics.types import FINISH, Metrics, Prompts, Rollout
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
 
 @dataclass(frozen=True)

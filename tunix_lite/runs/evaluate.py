@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, who_answers
-from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.basics.errors import RunFailed, error_context
+from tunix_lite.basics.types import Graded, Metrics, Params
 from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.grading import FAILED
 from tunix_lite.tasks.task import Task
-from tunix_lite.types import Graded, Metrics, Params
 
 # folded into the seed before the number of samples: a step of training folds in one number
 SAMPLES = 0xE7A1

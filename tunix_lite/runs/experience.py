@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.groups import chosen_completions
+from tunix_lite.basics.errors import RunFailed, error_context
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 from tunix_lite.distributed.stopping import COMPILATION
-from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1

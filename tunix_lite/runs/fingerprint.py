@@ -20,13 +20,13 @@ import jaxlib
 import optax
 
 from tunix_lite import __version__
-from tunix_lite.config import RunConfig, plain
-from tunix_lite.files.plain_text import escaped, shown, without_secrets
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.plain_text import escaped, shown, without_secrets
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
 from tunix_lite.models.families import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
+from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.sources import digest_of_data
 
 # a setting as YAML has it

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tunix_lite.files.untrusted import parse_object
+from tunix_lite.basics.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
+from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.rollout.partial import OpenCompletion
-from tunix_lite.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
 
 # by name, the type of what there is one of per completion, and per token
 OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")

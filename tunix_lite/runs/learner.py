@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import optax
 
-from tunix_lite.checkpoint import Checkpoints, shapes_of
+from tunix_lite.basics.errors import error_context
+from tunix_lite.basics.types import Params, RowBatch, TrainState
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
-from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
@@ -19,8 +19,6 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
 from tunix_lite.runs.overlap import Overlap, overlap_of
@@ -29,9 +27,11 @@ from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
+from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
+from tunix_lite.settings.resolved_run import ResolvedRun
+from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
-from tunix_lite.types import Params, RowBatch, TrainState
 
 
 @dataclass(frozen=True)

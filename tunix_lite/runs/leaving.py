@@ -8,15 +8,15 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.config import RunConfig
+from tunix_lite.basics.errors import SamplerFault, is_of_a_peer
+from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
-from tunix_lite.errors import SamplerFault, is_of_a_peer
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, Status
-from tunix_lite.types import Metrics, TrainState
 
 
 @dataclass

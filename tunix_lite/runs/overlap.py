@@ -18,11 +18,9 @@ from tunix_lite.algorithms.algorithm import (
     TaskInterface,
     who_answers,
 )
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import error_context
+from tunix_lite.basics.errors import error_context
+from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
 from tunix_lite.parallel.compiling import stopwatch
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
 from tunix_lite.rollout.partial import (
     OpenCompletion,
@@ -35,8 +33,10 @@ from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
 from tunix_lite.runs.separate_sampling import SeparateSampling, separate_sampling
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
-from tunix_lite.types import Metrics, Params, Prompts, Rollout
+from tunix_lite.tracking.checkpoint import Checkpoints
 
 # a policy that hands out what was sampled, the task that grades it, its examples, metrics
 Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]

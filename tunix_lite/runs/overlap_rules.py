@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tunix_lite.config import RunConfig
+from tunix_lite.settings.config import RunConfig
 
 
 def groups_to_take(

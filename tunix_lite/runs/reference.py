@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig
+from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.types import Params, TrainState
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import attach
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.parallel.mesh import put
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params, TrainState
 
 # characters of what a folder says of its reference
 LONGEST = 1000

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.basics.types import FINISH, Batch, Graded, Metrics, Rollout
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import FINISH, Batch, Graded, Metrics, Rollout
 
 
 def keep_samples(

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
+from tunix_lite.basics.types import Rollout
 from tunix_lite.parallel.compiling import compile_seconds
 from tunix_lite.rollout.requests import Request
 from tunix_lite.tracking.console import seconds_in_words
 from tunix_lite.tracking.progress import Output, Progress, after
-from tunix_lite.types import Rollout
 
 
 class SamplingClock:

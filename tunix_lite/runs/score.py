@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import error_context
+from tunix_lite.basics.errors import error_context
+from tunix_lite.basics.types import Params
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.report.statistics import (
     avg_at_k,
@@ -20,8 +20,8 @@ from tunix_lite.rewards.scores import field_of
 from tunix_lite.rewards.similarity import rouge_scores
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.task import Task
-from tunix_lite.types import Params
 
 
 @dataclass(frozen=True)

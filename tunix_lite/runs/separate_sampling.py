@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.basics.types import Params, Prompts, Rollout
 from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import attached_machine
-from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.runs.session import Session
-from tunix_lite.types import Params, Prompts, Rollout
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:

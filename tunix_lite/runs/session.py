@@ -9,11 +9,10 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig, plain
+from tunix_lite.basics.plain_text import hide_users_of_urls
+from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
-from tunix_lite.files.plain_text import hide_users_of_urls
 from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
@@ -27,13 +26,14 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
+from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
 from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir, Status
-from tunix_lite.types import TrainState
 
 
 @dataclass

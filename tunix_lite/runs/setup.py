@@ -14,12 +14,10 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.plain_text import device_name
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.plain_text import device_name
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
@@ -33,8 +31,6 @@ from tunix_lite.parallel.mesh import (
     split_devices,
 )
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
-from tunix_lite.resolved.batch_size import BatchPlan
-from tunix_lite.resolved.run import ResolvedRun, resolve_run
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
     check_same_run,
@@ -44,11 +40,15 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
+from tunix_lite.settings.batch_size import BatchPlan
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Comparer, Policy, Rescorer, Scorer
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware
-from tunix_lite.types import Batch, Metrics, Params, RowBatch
 
 
 @dataclass(frozen=True)

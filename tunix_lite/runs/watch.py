@@ -13,13 +13,12 @@ from functools import partial
 import jax
 import numpy as np
 
-from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import plain
+from tunix_lite.basics.errors import RunFailed, SamplerFault, error_context
+from tunix_lite.basics.plain_text import without_secrets
+from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
-from tunix_lite.errors import RunFailed, SamplerFault, error_context
-from tunix_lite.files.plain_text import without_secrets
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.models import source
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
@@ -52,12 +51,13 @@ from tunix_lite.runs.samples import (
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
+from tunix_lite.settings.config import plain
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Metrics, TrainState
 
 # Seconds from which on a program that a step had to compile is worth a line.
 LONG_COMPILATION = 1.0

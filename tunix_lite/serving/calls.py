@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.rollout.programs import MOST_TOP

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunix_lite.files.plain_text import escaped
-from tunix_lite.files.untrusted import parse_object
+from tunix_lite.basics.plain_text import escaped
+from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.serving.bad_call import BadCall
 
 if TYPE_CHECKING:

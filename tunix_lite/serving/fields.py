@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.rollout.settings import LEAST_POSITIVE
 from tunix_lite.serving.bad_call import BadCall
 

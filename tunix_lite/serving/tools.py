@@ -8,8 +8,8 @@ its arguments to fit: the client checks them.
 import json
 import secrets
 
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
-from tunix_lite.files.plain_text import shown
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.serving.bad_call import BadCall

@@ -24,12 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunix_lite.config import RunConfig, build
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.plain_text import SHOWN, hide, hide_users_of_urls
-from tunix_lite.hints import shell_quoted
+from tunix_lite.settings.config import RunConfig, build
 from tunix_lite.settings.flags import check_values, wrong_override
+from tunix_lite.settings.hints import shell_quoted
 
 # Enough for the sums of the bundled model, chat template included.
 _OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
@@ -41,7 +41,7 @@ _TEMPERATURE = 0.7
 
 def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
-    the model's files or on the devices is chosen later, by resolved/run.py.
+    the model's files or on the devices is chosen later, by settings/resolved_run.py.
 
     _root_: all settings, as OmegaConf gives them.
 

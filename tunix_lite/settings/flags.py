@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tunix_lite.errors import ConfigError
-from tunix_lite.hints import (
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.settings.hints import (
     Hint,
     foreign_value,
     near_option,

@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from tunix_lite.basics.types import Metrics, Prompts, Rollout, TurnReply
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool, Reply
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.prompt_text import PromptText
-from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
 
 # seconds between two looks whether another process has an answer, or the run is to end
 LOOK_SECONDS = 0.05

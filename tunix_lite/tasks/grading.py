@@ -6,9 +6,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import numpy as np
 
+from tunix_lite.basics.types import FINISH, Graded, Metrics, Rollout
 from tunix_lite.rewards.scores import Score, from_json
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.types import FINISH, Graded, Metrics, Rollout
 from tunix_lite.workers.pool import FAILURES
 from tunix_lite.workers.process import Outcome
 

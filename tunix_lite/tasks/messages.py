@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tunix_lite.files.plain_text import SHOWN, shortened
+from tunix_lite.basics.plain_text import SHOWN, shortened
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Quoted
 

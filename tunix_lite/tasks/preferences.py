@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tunix_lite.files.plain_text import shortened
+from tunix_lite.basics.plain_text import shortened
 from tunix_lite.tasks.files import FilesTaskConfig
 from tunix_lite.tasks.messages import Message, conversation_of, fields_of, messages_in
 from tunix_lite.tasks.prompt_text import PromptTemplate

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
 
-from tunix_lite.files.plain_text import shortened
+from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.chat_template import REASONING
 from tunix_lite.models.tokenizer import Quoted, Tokenizer, as_data
 from tunix_lite.models.turns import TurnTokens

@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.files.addresses import NO_ADDRESSES, is_address
-from tunix_lite.files.plain_text import shortened
-from tunix_lite.files.untrusted import is_deeper
+from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.plain_text import shortened
+from tunix_lite.basics.untrusted import is_deeper
 
 ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.basics.plain_text import shortened
+from tunix_lite.basics.types import Graded, Prompts, Rollout
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.files.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.scores import CompletionText, number, numbers, text
@@ -53,7 +54,6 @@ from tunix_lite.tasks.sources import (
     digest_of_data,
     first_fitting,
 )
-from tunix_lite.types import Graded, Prompts, Rollout
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from tunix_lite.files.plain_text import SHOWN, visible
+from tunix_lite.basics.plain_text import SHOWN, visible
+from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking.rows import is_number
-from tunix_lite.types import Metrics
 
 # Parts of the names of metrics that are the run's own. All others are of a user's observers, which
 # may not take one of these.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix_lite.files.plain_text import escaped, visible
+from tunix_lite.basics.plain_text import escaped, visible
+from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking.rundir import json_lines, json_value
 from tunix_lite.tracking.tracker import Tracker
-from tunix_lite.types import Metrics
 
 # most characters of a text in a table of completions
 _MOST_TEXT = 2_000

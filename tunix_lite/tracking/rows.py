@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_lite.files.untrusted import parse_object, read_lines
+from tunix_lite.basics.untrusted import parse_object, read_lines
 
 # A step must be below this: it must fit into 64 bits.
 MOST_STEPS = 2**63

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files import untrusted
-from tunix_lite.files.plain_text import encodable, shown, visible
+from tunix_lite.basics import untrusted
+from tunix_lite.basics.plain_text import encodable, shown, visible
+from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, averages_of_samples, seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
-from tunix_lite.types import Metrics
 
 
 class RunDir:

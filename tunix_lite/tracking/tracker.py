@@ -8,8 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Protocol
 
+from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking.rows import check_rows, rows_until
-from tunix_lite.types import Metrics
 
 # Between two flushes of TensorBoard's file.
 _FLUSH_SECONDS = 30

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from tunix_lite.basics.types import RowBatch
 from tunix_lite.learner.rows import on_mesh
-from tunix_lite.types import RowBatch
 
 # The narrowest row.
 LEAST_WIDTH = 16

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
-from tunix_lite.types import Metrics, RowBatch, TokenScores
+from tunix_lite.basics.types import Metrics, RowBatch, TokenScores
 
 RATIO_INPUTS = ("logprobs", "advantages")
 CLIPPING = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}

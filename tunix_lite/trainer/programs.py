@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.basics.types import Metrics, Params, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import Sums
 from tunix_lite.learner.optim import Optimizer, make_optimizer
 from tunix_lite.learner.update import TrainStep, apply, widen
@@ -21,7 +22,6 @@ from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.trainer.losses import TokenLoss
-from tunix_lite.types import Metrics, Params, RowBatch, TokenScores, TrainState
 
 # Programs that are kept of each kind: clients of a server may send ever new settings.
 MOST_KEPT = 32

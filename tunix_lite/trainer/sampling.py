@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params, check_seed
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.lora import LoraConfig
@@ -20,7 +21,6 @@ from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
 from tunix_lite.trainer.data import check_tokens
-from tunix_lite.types import Params, check_seed
 
 # Sequences that may wait for a slot: one call may ask for many.
 MOST_WAITING = 1 << 20

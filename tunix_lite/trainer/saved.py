@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix_lite.checkpoint import Checkpoints, shapes_of
-from tunix_lite.files.plain_text import shown
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params, TrainState
+from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
-from tunix_lite.types import Params, TrainState
+from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 
 # The file beside the checkpoints.
 KIND = "trainer.json"

@@ -23,8 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.types import (
+    Metrics,
+    Params,
+    RowBatch,
+    TrainState,
+    check_seed,
+    seed_of_call,
+)
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
@@ -34,8 +41,9 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
-from tunix_lite.resolved.run import with_defaults
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.resolved_run import with_defaults
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.programs import (
@@ -51,14 +59,6 @@ from tunix_lite.trainer.saved import (
     load_trained,
     read_kind,
     save_state,
-)
-from tunix_lite.types import (
-    Metrics,
-    Params,
-    RowBatch,
-    TrainState,
-    check_seed,
-    seed_of_call,
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch
+from tunix_lite.basics.types import Batch
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import numpy as np
 from tunix_lite.algorithms.advantages import WholeBatch, advantages_of_kept, groups_that_agree
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import weights_of_learned
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.types import Batch, Metrics
 from tunix_lite.runs.agents.episodes import Episode
 from tunix_lite.runs.agents.running import Ended
-from tunix_lite.types import Batch, Metrics
+from tunix_lite.settings.config import RunConfig
 
 # of training.packing: any other names what sequences of agents are not laid out by
 PACKING = ("auto", "sequences")

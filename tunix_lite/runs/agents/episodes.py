@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tunix_lite.basics.types import seed_of_call
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
-from tunix_lite.types import seed_of_call
 
 IS_OVER = (
     "there is no such episode, or it is over: "

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.types import Graded, Metrics, Params, TrainState, seed_of_call
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.tokenizer import Tokenizer
@@ -25,7 +26,6 @@ from tunix_lite.serving.app import Server
 from tunix_lite.serving.calls import Limits
 from tunix_lite.serving.face import ServerSettings
 from tunix_lite.tasks.task import TaskConfig
-from tunix_lite.types import Graded, Metrics, Params, TrainState, seed_of_call
 
 # Seconds that the server may take until it listens.
 START_SECONDS = 30.0

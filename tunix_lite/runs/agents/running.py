@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_lite.files.plain_text import message_of, shown
+from tunix_lite.basics.plain_text import message_of, shown
 from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes
 
 # (client, example) -> the reward, or a text that is graded

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.face import (
     Face,

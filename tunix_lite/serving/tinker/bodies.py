@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 from tunix_lite.serving.tinker.store import MOST_RANK, Adapters

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tunix_lite.files.plain_text import visible
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody
 from tunix_lite.serving.tinker.store import (

@@ -13,11 +13,11 @@ make the fewest tokens for a shard, empty rows counted.
 import math
 from dataclasses import dataclass, replace
 
-from tunix_lite.config import RunConfig, TrainingConfig
-from tunix_lite.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.settings.config import RunConfig, TrainingConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
 TOKENS_AT_ONCE = 2048

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Generate
+from tunix_lite.basics.types import Params, RowBatch, TrainState
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
@@ -23,8 +24,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
-from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.types import Params, RowBatch, TrainState
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 # ---- shapes, placed on the current mesh
 

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from tunix_lite.files.addresses import NO_ADDRESSES, is_address
-from tunix_lite.files.plain_text import escaped, shown
+from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
 MOST_BYTES = 16 * 2**20

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from tunix_lite.files.plain_text import escaped
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.basics.plain_text import escaped
+from tunix_lite.basics.untrusted import read_object
 
 NAME = "digests.json"
 # The command sha256sum prints the same digests.

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.kernels.choice import check_fused
+from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
 from tunix_lite.learner.optim import Optimizer, scaled_for
@@ -32,18 +30,20 @@ from tunix_lite.models import (
     weights,
 )
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import AXES, elements_on_device
-from tunix_lite.resolved.batch_size import (
+from tunix_lite.rollout.memory import SamplingMemory
+from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.settings.batch_size import (
     BatchPlan,
     lengths_of,
     plan_batch,
     plan_rows,
 )
-from tunix_lite.rollout.memory import SamplingMemory
-from tunix_lite.rollout.settings import RolloutConfig
+from tunix_lite.settings.config import RunConfig
 
 # Weights of an output embedding, and their share of all, from which on a batch that scores fewer
 # tokens is worth programs of its own.

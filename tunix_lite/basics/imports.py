@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from tunix_lite.files.plain_text import shown
+from tunix_lite.basics.plain_text import shown
 
 # whether a file in the working folder may be imported, where a setting names it
 _looks_here: ContextVar[bool] = ContextVar("looks_here", default=False)

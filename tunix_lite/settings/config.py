@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
+from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.imports import import_named
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import check_seed
+from tunix_lite.basics.untrusted import TARGET
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.imports import import_named
-from tunix_lite.files.plain_text import shown
-from tunix_lite.files.untrusted import TARGET
-from tunix_lite.hints import unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
@@ -27,8 +27,8 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.hints import unknown_key
 from tunix_lite.tasks.task import TaskConfig
-from tunix_lite.types import check_seed
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
 # ---- the settings of a run, one class per folder of conf/

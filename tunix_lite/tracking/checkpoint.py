@@ -20,12 +20,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tunix_lite.basics import digests
+from tunix_lite.basics.errors import is_of_a_peer
+from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.types import Params, TrainState
+from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.errors import is_of_a_peer
-from tunix_lite.files import digests
-from tunix_lite.files.plain_text import shown
-from tunix_lite.files.untrusted import check_only_files, read_object
-from tunix_lite.types import Params, TrainState
 
 # nested arrays, or shapes of arrays
 Tree = TrainState | dict[str, Params]

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tunix_lite.config import RunConfig
+from tunix_lite.basics.types import TrainState
 from tunix_lite.runs.agents.batch import settings_for_agents
 from tunix_lite.runs.agents.experience import AgentExperience, AgentJob
 from tunix_lite.runs.agents.running import Agent, AgentConfig
 from tunix_lite.runs.session import Job
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.train import train
-from tunix_lite.types import TrainState
 
 
 def train_agent(

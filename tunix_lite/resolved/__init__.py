@@ -1,1 +1,0 @@
-"""A run with all its choices made: batch, rows, memory by arithmetic, policy, optimizer, update."""
