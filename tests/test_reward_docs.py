@@ -26,33 +26,20 @@ def yaml_of_the_guide() -> list[dict]:
     return [yaml.safe_load(body.replace("${generation.max_new_tokens}", "64")) for body in bodies]
 
 
-def rewards_of_the_guide() -> dict[str, Reward]:
-    found = {}
-    for number, block in enumerate(yaml_of_the_guide()):
-        for name, reward in build(dict[str, Reward], block["rewards"], "rewards").items():
-            found[f"{number}_{name}"] = reward
-    return found
-
-
 @pytest.fixture
 def as_if_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
 
 
 def test_every_reward_that_is_there_is_on_the_page_with_all_its_settings(as_if_installed):
-    on_the_page = {
-        name: {field for field, _ in pasted.items() if field != "_target_"}
-        for pasted in targets(yaml_of_the_guide())
-        for name in [pasted["_target_"].rpartition(".")[2]]
-    }
-    modules = (answers, code, judge, math_verify, similarity, text)
+    on_the_page = {pasted["_target_"].rpartition(".")[2] for pasted in targets(yaml_of_the_guide())}
     classes = {
         name: set(kind.__dataclass_fields__)
-        for module in modules
+        for module in (answers, code, judge, math_verify, similarity, text)
         for name, kind in vars(module).items()
         if isinstance(kind, type) and kind.__module__ == module.__name__ and "__call__" in vars(kind)
     }
-    assert len(classes) >= 11 and classes.keys() <= on_the_page.keys()
+    assert len(classes) >= 11 and classes.keys() <= on_the_page
     shown = GUIDE.read_text()
     for name, fields in classes.items():
         missing = {field for field in fields if not re.search(rf"\b{field}\b", shown)}
@@ -69,19 +56,17 @@ def targets(value) -> list[dict]:
 def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_installed):
     source = SimpleNamespace(train=[], held_out=[])
     called = 0
-    for reward in rewards_of_the_guide().values():
+    built = [build(dict[str, Reward], block["rewards"], "rewards") for block in yaml_of_the_guide()]
+    for reward in [reward for rewards in built for reward in rewards.values()]:
         TaskConfig(source, "{question}", {"r": reward})
         if isinstance(reward.fn, judge.Judge | math_verify.MathVerify):
             continue
         completion = CompletionText("<think>3 + 4</think><answer>7</answer>\n```python\n3\n```", 20)
-        found = reward.fn([completion] if reward.group else completion, EXAMPLE_ROW | {"answer": answer_for(reward)})
+        row = EXAMPLE_ROW | {"answer": "B" if isinstance(reward.fn, answers.ChoiceAnswer) else "7"}
+        found = reward.fn([completion] if reward.group else completion, row)
         assert all(isinstance(score, float | int) for score in (found if reward.group else [found]))
         called += 1
     assert called >= 10
-
-
-def answer_for(reward: Reward) -> str:
-    return "B" if isinstance(reward.fn, answers.ChoiceAnswer) else "7"
 
 
 def test_the_defaults_on_the_page_are_those_of_the_code(as_if_installed):

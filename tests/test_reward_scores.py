@@ -3,7 +3,6 @@ weights that change over the run."""
 
 import json
 import pickle
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +12,13 @@ from scored_rewards import of_group, of_text, one, shown
 from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.settings.compose import compose
-from tunix_lite.tasks.grading import shared_outcomes, values_of
-from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig
 
 
 class Words:
-    """A tokenizer whose token i is the whole of text i; the end-of-sequence token adds nothing."""
+    """A tokenizer whose token i is the whole of text i."""
 
     pad_id = 0
 
@@ -38,23 +35,18 @@ class Words:
         return [0]
 
 
-def grade(texts, settings, rewards, examples=None, lengths=None, G=None):
-    """What a task says of completions. lengths: their tokens, 1 each by default."""
+def grade(texts, settings, rewards, examples=None, G=None):
+    """What a task says of completions of one token each."""
     source = SimpleNamespace(train=[{}], held_out=[{}] * len(texts))
     task = Task(TaskConfig(source, "", rewards, one, shown), Words(texts), 1, 8)
-    lengths = lengths or [1] * len(texts)
-    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
-    tokens = np.where(mask, np.arange(len(texts))[:, None], 0)
-    rollout = Rollout(tokens, mask, mask, mask * 0.0, np.ones(len(texts)), mask * 0.0)
+    ones = np.ones((len(texts), 1), bool)
+    rollout = Rollout(np.arange(len(texts))[:, None], ones, ones, ones * 0.0, np.ones(len(texts)), ones * 0.0)
     with task.with_workers(settings, lambda text: None) as task:
         return task.grade(examples or [{}] * len(texts), rollout, G or len(texts))
 
 
 def noted(graded) -> dict:
     return {name: graded.metrics[f"rewards/{name}"] for name in ("unscorable", "no_answer", "stopped", "dropped")}
-
-
-# ---- Score
 
 
 def test_a_score_is_its_number_and_survives_its_ways():
@@ -69,29 +61,15 @@ def test_a_score_is_its_number_and_survives_its_ways():
         Score(0, "other", "why")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("workers, is_group", [(0, False), (1, True)])
 def test_what_kept_a_completion_from_more_is_counted_and_is_no_failure(workers, is_group):
     texts = ["1", "no answer", "stopped", "no answer"]
     reward = Reward(of_group if is_group else of_text, group=is_group)
-    graded = grade(texts, RewardsConfig(workers=workers), {"r": reward}, examples=[{}] * 4)
+    graded = grade(texts, RewardsConfig(workers=workers), {"r": reward})
     np.testing.assert_array_equal(graded.rewards, [1, 0, 0.25, 0])
     assert noted(graded) == {"unscorable": 0, "no_answer": 2, "stopped": 1, "dropped": 0}
     assert graded.failures[1]["reward 'r'"] == "no_answer: it holds no number"
     assert graded.metrics["reward/r"] == 1.25 / 4
-
-
-def test_processes_tell_each_other_why():
-    def share(value):
-        return [json.loads(json.dumps(value))]
-
-    future = Future()
-    future.set_result({"r": ("", to_json(no_answer("it holds no number")))})
-    (found,) = shared_outcomes((future,), "", Processes(share=share))
-    assert found["r"][1].why == "it holds no number" and values_of([found], "r")[0] == 0
-
-
-# ---- None
 
 
 @pytest.mark.parametrize("is_group", [False, True])
@@ -104,12 +82,11 @@ def test_none_is_an_error_unless_it_is_asked_for(is_group):
     assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("workers, is_group", [(0, False), (1, True)])
 def test_an_unscorable_completion_leaves_the_baseline(workers, is_group):
     rewards = {"r": Reward(of_group if is_group else of_text, group=is_group), "one": Reward(one)}
     settings = RewardsConfig(workers=workers, on_none="unscorable")
-    graded = grade(["1", "none", "3"], settings, rewards, examples=[{}] * 3)
+    graded = grade(["1", "none", "3"], settings, rewards)
     np.testing.assert_array_equal(graded.rewards, [2, np.nan, 4])
     np.testing.assert_array_equal(graded.dropped, [False, True, False])
     assert noted(graded) == {"unscorable": 1, "no_answer": 0, "stopped": 0, "dropped": 1}

@@ -1,0 +1,457 @@
+"""The scripts of benchmarks/: the gate, the cells of accelerators, a GPU's parts, profiles, and the race of frameworks."""
+
+import functools
+import importlib.util
+import itertools
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from test_hardware import needs_compiler
+
+from tunix_lite.planning.hardware import compile_only_devices, find_target
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.extend([str(BENCHMARKS), str(BENCHMARKS / "peers"), str(ROOT / "docs")])
+
+
+def script_of(name: str) -> ModuleType:
+    """A fresh module of this script."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+accelerators = script_of("accelerators")
+Cell, TARGETS = accelerators.Cell, accelerators.TARGETS
+
+
+@pytest.fixture(scope="module")
+def gate():
+    return script_of("gate")
+
+
+@pytest.fixture(scope="module")
+def step_profile():
+    return importlib.import_module("step_profile")
+
+
+# ---- the gate fails at what is worse, and says what to do
+
+
+KNOWN = {"0.10": {"jax": "0.10.2", "counts": {"a/update": {"flops": 100.0, "kernels": 7}, "run": {"slot_use": 0.5}}}}
+
+
+def counts(flops: float = 100.0, kernels: int = 7, slot_use: float = 0.5) -> dict:
+    return {"a/update": {"flops": flops, "kernels": kernels}, "run": {"slot_use": slot_use}}
+
+
+@pytest.mark.parametrize(
+    "found, status, said",
+    [
+        (counts(), 0, "3 counts of 2 programs; none is worse"),
+        (counts(kernels=8), 1, "WORSE: a/update: kernels 7 -> 8 (+14.3%)"),
+        (counts(slot_use=0.25), 1, "WORSE: run: slot_use 0.5 -> 0.25 (-50.0%)"),
+        ({"a/update": counts()["a/update"]}, 1, "WORSE: run: slot_use is gone"),
+    ],
+    ids=["same", "worse", "less-use", "gone"],
+)
+def test_a_worse_count_fails_and_a_better_one_is_named(gate, found, status, said):
+    code, lines = gate.verdict(KNOWN, found, "0.10.2")
+    assert code == status and said in "\n".join(lines)
+    # what fails says what to do
+    assert ("docs/log.md" in lines[-1] and "gate.py --accept" in lines[-1]) == bool(status)
+
+
+def test_kernels_are_what_runs_and_a_loop_counts_once(gate):
+    text = """HloModule m
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %n = f32[4]{0} negate(%p)
+}
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %t = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[4]{0} get-tuple-element(%t), index=1
+  %f = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %r = (s32[], f32[4]{0}) tuple(%i, %f)
+}
+%cond (t: (s32[], f32[4])) -> pred[] {
+  %t = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %i), direction=LT
+}
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %z = s32[] constant(0)
+  %d = f32[4]{0} dot(%a, %a)
+  %t0 = (s32[], f32[4]{0}) tuple(%z, %d)
+  %w = (s32[], f32[4]{0}) while(%t0), condition=%cond, body=%body
+  ROOT %out = f32[4]{0} get-tuple-element(%w), index=1
+}
+"""
+    assert gate.kernels(text) == {"dot": 1, "fusion": 1}
+
+
+def test_the_committed_counts_are_of_all_programs(gate):
+    known = json.loads(gate.VALUES.read_text())
+    wanted = {f"{name}/{program}" for name, (_, _, _, programs) in gate.PROGRAMS.items() for program in programs}
+    for values in known.values():
+        assert set(values["counts"]) == {*wanted, "rollout", "run"}
+
+
+@pytest.mark.parametrize(
+    "arguments, kernels, code, is_written",
+    [
+        (["--accept"], 6, 0, True),
+        (["--accept"], 8, 1, False),
+        (["--accept", "--why", "one sort more"], 8, 0, True),
+        (["--accept", "--why", "no such words"], 8, 2, False),
+    ],
+    ids=["better", "worse", "explained", "not in the log"],
+)
+def test_what_is_worse_is_accepted_only_with_words_of_the_log(
+    gate, arguments, kernels, code, is_written, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gate, "VALUES", tmp_path / "gate.json")
+    monkeypatch.setattr(gate, "LOG", tmp_path / "log.md")
+    minor = ".".join(gate.jax.__version__.split(".")[:2])
+    gate.VALUES.write_text(json.dumps({minor: KNOWN["0.10"] | {"jax": gate.jax.__version__}}))
+    gate.LOG.write_text("## Today\n\nA step has one sort\nmore, as top_p asks.\n")
+    monkeypatch.setattr(gate, "count_all", lambda: counts(kernels=kernels))
+    monkeypatch.setattr("sys.argv", ["gate.py", *arguments])
+    before = gate.VALUES.read_text()
+    try:
+        status = gate.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert (status, gate.VALUES.read_text() != before) == (code, is_written)
+    if is_written:
+        written = json.loads(gate.VALUES.read_text())[minor]
+        assert written["counts"]["a/update"]["kernels"] == kernels
+        assert written.get("why") == (arguments[2] if "--why" in arguments else None)
+
+
+# ---- what training chooses on a GPU or TPU, its compiler takes: families x attention x tp x sync x packing x remat
+
+
+@functools.cache
+def refusals(target: str) -> dict:
+    platform = find_target(target).hardware.platform
+    return {cell: accelerators.refusal(cell, platform) for cell in accelerators.cells(target)}
+
+
+@pytest.mark.parametrize(
+    "target, refused, said, count",
+    [
+        ("h100x8", {"attention": "cudnn", "family": "gemma2"}, "it has no soft cap", 4 * 3 * 9),
+        ("v5e-8", {"attention": "splash", "packing": "prefix"}, "it knows no branches", 5 * 4 * 9),
+    ],
+)
+def test_training_refuses_what_a_kernel_cannot_do_and_nothing_else(target, refused, said, count):
+    """No tp and no sync_gradients_every is refused: soft caps with cuDNN, and shared prompts with Splash."""
+    found = refusals(target)
+    for cell, words in found.items():
+        assert (words is not None) == (refused.items() <= asdict(cell).items()), cell.name
+        assert words is None or said in words
+    assert len([words for words in found.values() if words]) == count
+
+
+def test_the_first_cells_asked_hold_every_two_settings_that_meet():
+    asked = [cell for cell, words in refusals("h100x8").items() if not words]
+    first = accelerators.covering(asked, 2)
+    assert len(first) < 50
+    pairs = lambda cells: {pair for cell in cells for pair in itertools.combinations(asdict(cell).items(), 2)}  # noqa: E731
+    assert pairs(first) == pairs(asked)
+
+
+def test_the_committed_page_is_what_the_verdicts_say_and_its_cells_are_todays():
+    """If this fails, `python benchmarks/accelerators.py --page` writes it anew, from verdicts of a run of the script."""
+    counts = json.loads(accelerators.COUNTS.read_text())
+    assert accelerators.PAGE.read_text() == accelerators.page(counts)
+    for target in TARGETS:
+        totals = accelerators.totals(counts, target)
+        found = refusals(target)
+        # 5 families x 2 kernels x 4 tp x 3 packings x (2 syncs x 4 remats, and scoring), and 5 x 4 x 2 x 2 x 2 programs
+        assert len(found) == 5 * 2 * 4 * 3 * (2 * 4 + 1) + 5 * 4 * 2 * 2 * 2
+        assert totals["refused"] == len([words for words in found.values() if words])
+        assert totals["failed"] == 0 and sum(totals.values()) == len(found)
+
+
+def compiles(target: str, cell, tmp_path):
+    found = find_target(target)
+    needs_compiler(found)
+    assert accelerators.ask(cell, compile_only_devices(found), accelerators.options_of(target, tmp_path)) is None
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "target, cell",
+    [
+        ("h100x8", Cell("update", "gemma3", 2, "cudnn", 1, "prefix", "block")),  # one key head, over two shards of tp
+        ("h100x8", Cell("update", "llama3", 2, "cudnn", 2, "none", "save_qkv_out")),  # each shard of the batch apart
+        ("v5e-8", Cell("update", "qwen2.5", 4, "splash", 2, "sequences", "dots")),  # two key heads, over four
+    ],
+    ids=str,
+)
+def test_what_training_chooses_compiles(target, cell, tmp_path):
+    compiles(target, cell, tmp_path)
+
+
+@pytest.mark.aot
+@pytest.mark.wide
+@pytest.mark.parametrize("target", TARGETS)
+def test_programs_compile_in_which_every_two_settings_meet(target, tmp_path):
+    for cell in accelerators.covering([cell for cell, words in refusals(target).items() if not words], 2):
+        compiles(target, cell, tmp_path)
+
+
+# ---- gpu.py keeps what its parts have found, whatever becomes of them
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """The module, with parts of ours in place of the real ones."""
+    module = script_of("gpu")
+    script = tmp_path / "parts.py"
+    script.write_text(
+        "import sys, time, subprocess\n"
+        'print(\'{"name": "first", "value": 1, "bound": 2, "ok": true}\', flush=True)\n'
+        "print('not a result', flush=True)\n"
+        "part = sys.argv[1]\n"
+        "if part == 'bf16': raise SystemExit('ran out of memory')\n"
+        'if part == \'memory\': print(\'{"name": "second", "ok": false}\')\n'
+        "if part == 'resume':\n"
+        f"    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"    open(r'{tmp_path}/child', 'w').write(str(child.pid))\n"
+        "    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(module, "SCRIPT", script)
+    return module
+
+
+def run_parts(gpu, monkeypatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *arguments])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ended.value.code, [json.loads(line) for line in (out / "gpu.jsonl").read_text().split("\n") if line]
+
+
+def test_a_part_that_fails_costs_only_itself(gpu, monkeypatch, tmp_path):
+    code, lines = run_parts(gpu, monkeypatch, tmp_path / "out", "--parts", "bf16", "memory", "device")
+    assert code == 1
+    assert [line["part"] for line in lines if line.get("name") == "first"] == ["bf16", "memory", "device"]
+    (failed,) = [line for line in lines if "failed" in line]
+    assert failed["part"] == "bf16" and "exit code 1" in failed["failed"] and "ran out of memory" in failed["failed"]
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert page.count("|first|") == 3 and "**failed**" in page
+    assert "not a result" in (tmp_path / "out" / "device.out").read_text()
+
+
+def test_a_part_that_hangs_is_stopped_with_all_that_it_started(gpu, monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu.SECONDS, "resume", 3)
+    began = time.monotonic()
+    code, lines = run_parts(gpu, monkeypatch, tmp_path / "out", "--parts", "resume", "device")
+    assert time.monotonic() - began < 40
+    assert code == 1 and any("stopped at its limit of 3 s" in line.get("failed", "") for line in lines)
+    assert {line["part"] for line in lines if line.get("name") == "first"} == {"resume", "device"}
+    child = Path("/proc") / (tmp_path / "child").read_text()
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_all_parts_together_stay_below_twenty_minutes(gpu):
+    assert max(gpu.CHECKS.values()) + sum(gpu.TIMED.values()) + 10 < 1200
+    assert gpu.TOTAL_SECONDS + 10 < 1200
+    table = (BENCHMARKS / "gpu_parts.py").read_text().partition("\nPARTS = {\n")[2].partition("}")[0]
+    assert set(gpu.SECONDS) == {line.split('"')[1] for line in table.splitlines() if '"' in line}
+
+
+# ---- what step_profile.py makes of a trace and of the text of a program
+
+
+UPDATE = """HloModule jit_update
+
+%fused.1 (x: f32[8,16], w: f32[16,4]) -> f32[8,4] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %w = f32[16,4]{1,0} parameter(1)
+  %dot.1 = f32[8,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %tanh.1 = f32[8,4]{1,0} tanh(%dot.1)
+}
+
+%fused.2 (y: f32[8,4]) -> f32[8,4] {
+  %y = f32[8,4]{1,0} parameter(0)
+  ROOT %exponential.1 = f32[8,4]{1,0} exponential(%y)
+}
+
+ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[16,4]{1,0} parameter(1)
+  %first = f32[8,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused.1
+  ROOT %second = f32[8,4]{1,0} fusion(%first), kind=kLoop, calls=%fused.2
+}
+"""
+
+
+def event(name: str, start: float, duration: float, **stats) -> SimpleNamespace:
+    return SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats.items())
+
+
+def test_an_operation_that_goes_on_after_its_event_lasts_until_its_end(step_profile):
+    of = {"hlo_module": "jit_update", "hlo_op": "first"}
+    events = [
+        event("first", 1000, 100, _p=1, **of),
+        event("end: first", 5000, 0, _c=1),
+        event("first", 9000, 700, _p=2, **of),
+        event("python", 0, 10**6),
+    ]
+    Span = step_profile.Span
+    found = step_profile.spans_of(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])]))
+    assert found == {("jit_update", "first"): [Span(1000, 5000, True), Span(9000, 9700, False)]}
+
+
+def test_time_is_divided_among_what_runs_and_copies_that_wait_get_what_nothing_else_has(step_profile):
+    Span = step_profile.Span
+    spans = {
+        "a": [Span(0, 1000, False), Span(2000, 3000, True)],
+        "b": [Span(500, 1500, True)],
+        "waits": [Span(200, 1800, True)],
+        "copies": [Span(2500, 3500, False)],
+    }
+    found = step_profile.seconds_by_operation(spans, copies={"waits", "copies"})
+    # a: 500 alone, half of 500 beside b, 500 alone, half of 500 beside the copy that ends with its event
+    assert found == pytest.approx({"a": 1500e-9, "b": 750e-9, "waits": 300e-9, "copies": 750e-9})
+    # 0 to 1800, and 2000 to 3500
+    assert sum(found.values()) == pytest.approx(3300e-9)
+
+
+def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
+    (tmp_path / "module_0001.jit_update.cpu_after_optimizations.txt").write_text(UPDATE)
+    # 2 microseconds each, one after the other, two times
+    spans = {
+        ("jit_update", name): [step_profile.Span(2000 * i + at, 2000 * (i + 1) + at, False) for at in (0, 50_000)]
+        for i, name in enumerate(("first", "second"))
+    }
+    found = {each.kernel.name: each for each in step_profile.found_operations(spans, tmp_path, repeats=2)}
+    labels = {name: each.label for name, each in found.items()}
+    assert labels == {"first": "matmul", "second": "attention, but its products"}
+    assert found["first"].shape == "8x16 · 16x4 -> 8x4"
+    assert found["first"].flops == 2 * 8 * 16 * 4 and found["first"].seconds == pytest.approx(2e-6)
+    assert found["first"].moved_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    lines = step_profile.table_of_classes("update", 1e-5, [*found.values()], peak=1.0)
+    [*_, row] = step_profile.table_of_programs([("update", each) for each in found.values()], peak=1.0)
+    assert row == "| update | update | 0.0000 | 0.0 | 0 | 26% | 0.00 |"
+    # 1,024 FLOPs in 2 microseconds are 0.512 GFLOP/s
+    assert "| matmul | 0.0000 | 50.0% | 1 | 0.0 | 1 | 51% | 0.00 |" in lines
+
+
+# ---- the race against other frameworks
+
+
+def step(whole, rollout=1.0, reference=1.0):
+    return {"rollout": rollout, "reference": reference, "update": whole - rollout - reference, "step": whole}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_not_the_ratio_of_medians():
+    arithmetic = importlib.import_module("arithmetic")
+    # rounds: 8/4 = 2, 9/3 = 3, 20/5 = 4; the medians would give 9/4
+    found = arithmetic.ratios([step(8.0), step(9.0), step(20.0)], [step(4.0), step(3.0), step(5.0)])
+    assert found["step"] == 3.0
+    with pytest.raises(ValueError, match="shorter"):
+        arithmetic.ratios([step(8.0), step(9.0)], [step(4.0)])
+
+
+def test_a_step_of_the_fixed_workload_needs_what_pencil_and_paper_say():
+    workloads = importlib.import_module("workloads")
+    # a layer: q and o 256 x 256, k and v 256 x 64, gate, up, down 256 x 1024
+    layer = 2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 1024
+    one = 6 * (2 * layer * 96 + 4 * 256 * 96 * 97 / 2) + 2 * 256 * 512 * 64
+    assert workloads.step_flops(workloads.workload("fixed")) == 5 * 64 * one
+    # the frozen weights of LoRA get no gradient
+    assert workloads.step_flops(workloads.workload("lora")) == 4 * 64 * one
+
+
+WORKER = """
+import sys, time
+sys.path.insert(0, {peers!r})
+from turns import Turns
+turns = Turns(lambda: 7.0)
+print("what a framework prints")
+turns.ready(import_seconds=0.0, setup_seconds=0.0, trained_parameters=1, versions={{}})
+while turns.wait():
+    with open({order!r}, "a") as order:
+        order.write(sys.argv[1])
+    for phase in ("rollout", "reference"):
+        with turns.phase(phase):
+            time.sleep(0.003)
+    time.sleep(0.003)
+    turns.lengths = [turns.work["new_tokens"] - (sys.argv[1] == "d")] * 64
+    turns.done()
+"""
+
+
+def test_workers_take_turns_and_one_that_fails_is_left_out(tmp_path, monkeypatch):
+    run, workloads = (importlib.import_module(name) for name in ("run", "workloads"))
+    order = tmp_path / "order"
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(peers=str(ROOT / "benchmarks" / "peers"), order=str(order)))
+    failing = tmp_path / "failing.py"
+    failing.write_text("raise SystemExit('no such framework')")
+    workers = {"a": (script, ["a"]), "c": (failing, []), "d": (script, ["d"]), "ours": (script, ["o"])}
+    monkeypatch.setattr(run, "WORKERS", workers)
+    monkeypatch.setattr(run, "VENVS", tmp_path)
+    monkeypatch.setattr(run, "python_of", lambda framework: sys.executable)
+
+    found = run.race(workloads.workload("fixed"), [*workers], 2)
+
+    # the first step of each, then two rounds
+    assert order.read_text() == "ado" + "ao" * 2
+    assert "no such framework" in found["frameworks"]["c"]["error"]
+    assert "d sampled 4032 tokens in place of 4096" in found["frameworks"]["d"]["error"]
+    assert len(found["frameworks"]["a"]["steps"]) == 2
+    assert set(found["frameworks"]["a"]["times_ours"]) == {"rollout", "reference", "update", "step"}
+    assert found["matmul_peak_gflops"] == [7.0, 7.0]
+
+
+def test_the_page_is_what_the_results_give_and_they_name_no_paths_and_no_addresses():
+    page = importlib.import_module("benchmarks_page")
+    assert page.PAGE.read_text() == page.render(), "python docs/benchmarks_page.py"
+    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
+        text = file.read_text()
+        assert not [part for part in ("://", "/work", "/home") if part in text], file.name
+
+
+def test_a_loss_stands_on_the_page_as_plainly_as_a_win(tmp_path):
+    """A peer that takes half of our time, and one that failed."""
+    page, run, workloads = (importlib.import_module(name) for name in ("benchmarks_page", "run", "workloads"))
+    facts = {"import_seconds": 1.0, "setup_seconds": 1.0, "trained_parameters": 5, "versions": {"x": "1"}}
+    found = {
+        "tunix": {"error": "it ended"},
+        "trl": {"facts": facts, "first_step": 9.0, "steps": [step(3.0)], "peak_rss_mb": 900},
+        "ours": {"facts": facts, "first_step": 9.0, "steps": [step(6.0)], "peak_rss_mb": 1000},
+    }
+    machine = {"processor": "P", "cores": 2, "memory_gb": 8.0, "load_before": 3.0}
+    about = {"date": "2026-11-22", "commit": "abc", "command": "c", "machine": machine}
+    result = run.result(workloads.workload("fixed"), found, [200.0], 5.0)
+    (tmp_path / "peers_fixed.json").write_text(json.dumps(about | result))
+    text = page.render(tmp_path)
+    assert "| fixed lengths | - | 0.50 | - | - |" in text
+    assert "Tunix gave no figures: it ended" in text
+    assert "3.0: **others computed, too**" in text
+
+    # Of another machine the same is said.
+    (tmp_path / "small_machine").mkdir()
+    (tmp_path / "peers_fixed.json").rename(tmp_path / "small_machine" / "peers_fixed.json")
+    text = page.render(tmp_path)
+    assert "another machine: small_machine" in text and "| fixed lengths | - | 0.50 | - | - |" in text
+    assert "Fixed lengths: Tunix gave no figures: it ended" in text
