@@ -1,7 +1,16 @@
-"""Mistakes on the command line: one clear message, a non-zero exit, in seconds, and nothing left behind."""
+"""Mistakes on the command line: one clear message, a non-zero exit, in seconds, and nothing left behind; a folder that
+another run has; and processes that are found whatever they do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 from forked import called
+
+from tunix_lite.distributed.folder_lock import lock_folder, lock_owner
 
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
@@ -26,3 +35,69 @@ def test_a_mistake_is_one_message_within_seconds(name, tmp_path):
     assert not (tmp_path / "outputs").exists()
     # the clock of the processor, others may use the machine, too; importing takes some two seconds more
     assert done.seconds < 8, "5 seconds is the promise (docs/log.md)"
+
+
+# ---- two runs do not write to one folder
+
+HOLDS = """
+import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1]), 0):
+    print('has it', flush=True); time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that has the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "has it\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
+    os.kill(other.pid, signal.SIGKILL)
+    with lock_folder(tmp_path / "run", 5):
+        assert lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
+    with lock_folder(tmp_path / "run", 0):
+        pass
+
+
+def test_a_run_that_may_not_have_the_folder_leaves_it_as_it_is(other, tmp_path):
+    settings = tmp_path / "run" / ".hydra" / "config.yaml"
+    settings.parent.mkdir()
+    settings.write_text("seed: 5\n")
+    done = called(["hydra.run.dir=run", "seed=7", "launch.timeout=1"], tmp_path)
+    assert done.code == 1  # another try may find it free
+    in_use = f"run is in use by process {other.pid} of {socket.gethostname()}"
+    waited, said = done.err.splitlines()
+    assert waited == f"waiting for run, which {in_use.removeprefix('run ')}"
+    assert said == f"error: {in_use}, and was for 1 s: end that run, or give this one another hydra.run.dir"
+    assert {path.name for path in settings.parents[1].iterdir()} == {".hydra", ".lock"}
+    assert [path.name for path in settings.parent.iterdir()] == ["config.yaml"] and settings.read_text() == "seed: 5\n"
+
+
+# ---- processes are found by a mark in their environment
+
+# A small process starts a program faster than the kernel loads it.
+START_AND_LOOK = """
+import os, subprocess
+from tunix_lite.workers.process import find_marked
+missed = 0
+for number in range(100):
+    value = f"{os.getpid()}.{number}"
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True, env=os.environ | {"TUNIX_LITE_TEST": value})
+    # the kernel lets nobody look before the old program is gone; now it is gone, and the new one comes
+    open(f"/proc/{child.pid}/environ", "rb").read()
+    missed += find_marked(f"TUNIX_LITE_TEST={value}".encode()) != {child.pid}
+    child.kill()
+    child.wait()
+print(missed)
+"""
+
+
+def test_a_process_is_found_while_the_kernel_still_loads_its_program():
+    """For a moment such a process shows no environment; one of three was missed."""
+    call = [sys.executable, "-c", START_AND_LOOK]
+    assert subprocess.run(call, capture_output=True, text=True, timeout=60).stdout == "0\n"

@@ -260,11 +260,11 @@ def test_a_part_that_fails_costs_only_itself(gpu, monkeypatch, tmp_path):
 
 
 def test_a_part_that_hangs_is_stopped_with_all_that_it_started(gpu, monkeypatch, tmp_path):
-    monkeypatch.setitem(gpu.SECONDS, "resume", 3)
+    monkeypatch.setitem(gpu.SECONDS, "resume", 6)
     began = time.monotonic()
     code, lines = run_parts(gpu, monkeypatch, tmp_path / "out", "--parts", "resume", "device")
     assert time.monotonic() - began < 40
-    assert code == 1 and any("stopped at its limit of 3 s" in line.get("failed", "") for line in lines)
+    assert code == 1 and any("stopped at its limit of 6 s" in line.get("failed", "") for line in lines)
     assert {line["part"] for line in lines if line.get("name") == "first"} == {"resume", "device"}
     child = Path("/proc") / (tmp_path / "child").read_text()
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
