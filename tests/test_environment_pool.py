@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -60,17 +59,15 @@ class Clock:
         return Turn(f"{os.getpid()}")
 
 
-def adds_from(extra):
-    environment = Adds()
-    environment.extra = extra
-    return environment
+def adds_from():
+    return Adds()
 
 
 def observed(pool, row, *completions):
     return [pool.step(row, completion).result().turn.observation for completion in completions]
 
 
-@pytest.mark.parametrize("make", [Adds, Adds(), partial(adds_from, extra=1)])
+@pytest.mark.parametrize("make", [Adds, Adds(), adds_from])
 def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conversation(make):
     with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
         first = [pool.reset(row, {"start": row}).result() for row in (0, 1)]
@@ -81,16 +78,8 @@ def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conv
         assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
 
 
-class WithoutStar(Gymnasium):
-    """As many write it: the seed may be given by its place."""
-
-    def reset(self, seed=None, options=None):
-        return super().reset(seed=seed, options=options)
-
-
-@pytest.mark.parametrize("make", [Gymnasium, WithoutStar])
-def test_an_environment_of_gymnasium_needs_no_adapter(make):
-    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
+def test_an_environment_of_gymnasium_needs_no_adapter():
+    with EnvironmentPool(Gymnasium, ConversationConfig(workers=0)) as pool:
         assert pool.reset(0, {"start": 3}).result().turn.observation == "3"
         assert pool.step(0, "go").result().turn == Turn("go", 1.0, False)
         assert pool.step(0, "stop").result().turn == Turn("stop", 1.0, True)
@@ -103,14 +92,11 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
     ("returned", "turn"),
     [
         (Turn("a", 1.0, True), Turn("a", 1.0, True)),
-        (("a", 1, True), Turn("a", 1.0, True)),
         (("a", 0.5, False, {}), Turn("a", 0.5, False)),
         (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
         (([MESSAGE], 0.0, False), Turn([MESSAGE])),
-        (([], 0.0, True), Turn("", 0.0, True)),
         ((None, None, True), Turn("", 0.0, True)),
         (("a", np.float32(0.5), np.False_, np.False_, {"won": np.True_}), Turn("a", 0.5, False, {"won": True})),
-        ((MESSAGE, 0.0, False), Turn([MESSAGE])),
     ],
 )
 def test_what_environments_of_other_projects_return_is_read(returned, turn):
@@ -121,19 +107,12 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
     ("returned", "message"),
     [
         ("a", "returned 'a' from step; it is Turn"),
-        (None, "returned None from step; it is Turn"),
-        (("a", 1.0), "from step; it is Turn"),
         ((None, 1.0, False), "returned the observation None"),
-        ((3, 1.0, False), "returned the observation 3"),
         (("a", float("nan"), False), "the reward nan"),
-        (("a", 1e308, False), "the reward 1e+308"),
         (("a", "1", False), "the reward '1'"),
         (("a", 1.0, "no"), "done='no'"),
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
-        (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
-        (([], 1.0, False), "returned the observation []"),
-        ({"observation": "a"}, "returned {'observation': 'a'} from step; it is Turn"),
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_line(returned, message):
@@ -153,7 +132,6 @@ def adding():
     ("completion", "kind", "message"),
     [
         ("raise", "error", "failed with KeyError: 'no such number' (test_environment_pool.py, line"),
-        ("seven", "error", "failed with ValueError"),
         ("nonsense", "not_a_turn", "returned 'Higher.' from step"),
         ("exit", "crash", "ended its process with exit code 3"),
     ],
@@ -219,17 +197,13 @@ class Closes(Adds):
             file.write(f"{self.total};")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_each_environment_is_closed_once_also_one_that_failed(tmp_path, workers):
+def test_each_environment_is_closed_once_also_one_that_failed(tmp_path):
     file = tmp_path / "closed"
-    with EnvironmentPool(Closes, ConversationConfig(on_error="drop", workers=workers, timeout=20.0)) as pool:
+    with EnvironmentPool(Closes, DROP) as pool:
         for row in range(3):
             pool.reset(row, {"start": row, "file": str(file)}).result()
-        assert [pool.step(row, said).result().failure for row, said in enumerate(("1", "raise", "nonsense"))] == [
-            "",
-            "error",
-            "not_a_turn",
-        ]
+        replies = [pool.step(row, said).result() for row, said in enumerate(("1", "raise", "nonsense"))]
+        assert [reply.failure for reply in replies] == ["", "error", "not_a_turn"]
         for row in (0, 1, 2, 2):
             pool.close(row)
         # calls are made in their order
@@ -251,15 +225,10 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
     ("settings", "message"),
     [
         ({"max_turns": 0}, "max_turns=0"),
-        ({"max_turn_tokens": 0}, "max_turn_tokens=0"),
         ({"on_limit": "stop"}, "on_limit='stop'"),
-        ({"credit": "all"}, "credit='all'"),
         ({"discount": 0.9}, "credit=discount alone"),
         ({"credit": "discount", "discount": 1.5}, "from 0 to 1"),
         ({"limit_reward": -1.0}, "on_limit=penalise alone"),
-        ({"on_error": "stop"}, "on_error='stop'"),
-        ({"timeout": 0.0}, "timeout=0.0"),
-        ({"workers": -1}, "workers=-1"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, message):

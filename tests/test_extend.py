@@ -12,7 +12,6 @@ from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
 
 WIDTH = 10
-WIDE = pytest.mark.wide
 
 
 def spec_of(cfg, **changes):
@@ -60,7 +59,7 @@ def whole_hidden(cfg, params, tokens):
     return jax.jit(decoder.forward, static_argnums=1)(params, cfg, padded, meta)[0, len(tokens) - 1]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 1), marks=WIDE), pytest.param((2, 2), marks=WIDE)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.wide)], ids=str)
 def test_a_slot_with_appended_tokens_is_where_reading_the_whole_sequence_ends(cfg, mesh):
     """The window of local layers is 5: what is appended is shorter and longer than the ring."""
     set_mesh(*mesh)
@@ -108,9 +107,6 @@ def test_widths_follow_from_the_length_of_what_is_appended_alone():
     # the slot of the long one decodes only once its last piece is there
     assert [limits[0] for *_, limits in calls] == [7, 0, 9]
     assert calls[0][0].tolist() == [5] + [32] * 7
-    # nine answers of one width are two calls of one shape
-    nine = append_calls({slot: ([1], 9) for slot in range(9)}, num_slots=32, fsdp=1)
-    assert [rows.tolist() for rows, *_ in nine] == [[*range(8)], [8] + [32] * 7]
     # slots that fsdp divides are not gathered
     assert append_calls({2: ([1], 9)}, num_slots=32, fsdp=2)[0][0].tolist() == list(range(32))
 
@@ -120,7 +116,3 @@ def test_long_tokens_are_cut_so_that_little_of_them_is_padding():
     calls = append_calls({3: (long, 12), 1: ([7, 8], 9), 2: (long[:200], 5)}, num_slots=32, fsdp=1)
     read = [(slot, count, limit) for rows, _, *of in calls for slot, count, limit in zip(rows, *of) if count]
     assert read == [(1, 2, 9), (2, 200, 5), (3, 256, 0), (3, 64, 0), (3, 64, 0), (3, 2, 12)]
-    of_3 = [
-        tokens[list(rows).index(3)][: counts[list(rows).index(3)]] for rows, tokens, counts, _ in calls if 3 in rows
-    ]
-    assert np.concatenate(of_3).tolist() == long

@@ -72,27 +72,12 @@ def a_set(x: set[int]) -> int:
     """Add them."""
 
 
-def many(*x: int) -> int:
-    """Add them."""
-
-
-def unnamed(x: int, /) -> int:
-    """Double it."""
-
-
-def unknown_type(x: "Nowhere") -> int:  # noqa: F821
-    """Double it."""
-
-
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
         (no_docstring, "the tool no_docstring has no docstring"),
         (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
         (a_set, "the tool a_set: x has the type set"),
-        (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
-        (unnamed, "the tool unnamed takes `x: int`"),
-        (unknown_type, "the types of the tool unknown_type cannot be read"),
         (lambda x: x, "a tool is called '<lambda>'"),
     ],
 )
@@ -114,25 +99,19 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         (f"<tool_call>\n{AS_JSON}\n</tool_call>", [ADD]),
         (f"I add.\n<tool_call>{AS_JSON}</tool_call>\n<tool_call>\n{AS_JSON}\n</tool_call>", [ADD, ADD]),
         (f"<think>so</think>\n<tool_call>{AS_JSON}", [ADD]),
-        ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
-        (f'<tool_call>{{"function": {AS_JSON}}}</tool_call>', [ADD]),
         # arguments as the text of JSON, as OpenAI has them
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [ADD]),
         # Gemma
         ("```tool_code\nadd(a=1, b=2)\n```", [ADD]),
-        ("```tool_code\nprint(add(a=1, b=2))\nadd(a=1, b=2)\n```", [ADD, ADD]),
         ("```tool_code\n[add(a=1, b=2), now()]\n```", [ADD, ToolCall("now", {})]),
         (f"```json\n{AS_LLAMA}\n```", [ADD]),
-        (f"```tool_call\n[{AS_JSON}, {AS_JSON}]\n```", [ADD, ADD]),
         # Llama
         (AS_LLAMA, [ADD]),
         (f"<|python_tag|>{AS_LLAMA}; {AS_LLAMA}", [ADD, ADD]),
         ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
         # answers
         ("The answer is 3.", []),
-        ("", []),
         ('{"answer": 3}', []),
-        ("```json\n[1, 2]\n```", []),
         ("```python\nadd(a=1, b=2)\n```", []),
         ("{" * 50_000, []),
     ],
@@ -145,14 +124,11 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
     ("text", "problem"),
     [
         ("<tool_call>{'name': 'add'}</tool_call>", "the call is no JSON"),
-        ("<tool_call>add(1)</tool_call>", "a call is JSON of a name and arguments"),
         ('<tool_call>{"arguments": {}}</tool_call>', "a call has a name and arguments"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
-        ("<function=add>no</function>", "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
         ("```tool_code\nadd(a=b)\n```", "an argument is no plain value"),
         ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
-        ("```tool_code\nadd(\n```", "the call is no Python"),
         ("```tool_code\nadd(a=" + "(" * 5000 + "\n```", "the call is no Python"),
     ],
 )
@@ -173,11 +149,8 @@ def test_a_conversation_with_tools_by_hand():
         {"role": "tool", "name": "weather", "content": "Ulm: 21 C"},
         {"role": "tool", "name": "calculator", "content": "7"},
     ]
-    assert (turn.reward, turn.done, turn.info) == (
-        0.0,
-        False,
-        {"tool_calls": 2, "tool_errors": 0, "called_a_tool": True},
-    )
+    assert (turn.reward, turn.done) == (0.0, False)
+    assert turn.info == {"tool_calls": 2, "tool_errors": 0, "called_a_tool": True}
     turn = environment.step("It is 7.")
     # said once, with the first call
     assert (turn.reward, turn.done, turn.info["called_a_tool"]) == (1.0, True, False)
@@ -189,7 +162,6 @@ def test_a_conversation_with_tools_by_hand():
         (call("sum", a=1), "Error: there is no tool 'sum'; there are: weather, calculator"),
         (call("weather"), "Error: TypeError: weather() missing 1 required positional argument: 'city'"),
         (call("weather", city="Atlantis"), "Error: LookupError: it is under water"),
-        (call("calculator", expression="1 / 0"), "Error: ZeroDivisionError: division by zero"),
         ("<tool_call>{</tool_call>", "Error: the call is no JSON"),
     ],
 )
@@ -216,8 +188,6 @@ def test_a_budget_of_calls_ends_the_conversation():
     [
         ({"tools": ()}, "tools is empty"),
         ({"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
-        ({"tools": (weather, weather)}, "two tools are called weather"),
-        ({"tools": (weather,), "max_calls": 0}, "max_calls=0"),
         ({"tools": (weather,), "role": "model"}, "role='model'"),
     ],
 )
@@ -245,31 +215,9 @@ def test_tools_are_called_in_a_worker_process():
         ("12 * (3 + 4)", "84"),
         ("7 / 2", "3.5"),
         ("-7 // 2 + 2 ** 10 % 1000", "20"),
-        ("6 / 3", "2"),
-        ("1e3", "1000"),
         ("0.1 + 0.2", "0.3"),
         ("2 ** 0.5", "1.41421356237"),
     ],
 )
 def test_the_calculator_by_hand(expression, value):
     assert calculator(expression) == value
-
-
-def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):
-    from test_tokenizer import QWEN_25_TEMPLATE, qwen
-
-    from tunix_lite.models.tokenizer import Tokenizer
-    from tunix_lite.settings.compose import compose
-    from tunix_lite.tasks.task import Task
-
-    run = compose(["task=calculator", "task.environment.role=tool"])
-    tokenizer = Tokenizer.load(qwen(tmp_path / "q", QWEN_25_TEMPLATE))
-    task = Task(run.task, tokenizer, 4096, 64)
-    example = run.task.source.held_out[0]
-    written = tokenizer.decode(task.text.prompt(example), skip_special=False)
-    schema = written.partition("<tools>\n")[2].partition("\n</tools>")[0]
-    assert json.loads(schema) == schema_of(calculator)
-    messages = [{"role": "tool", "name": "calculator", "content": "4"}]
-    tokens = task.text.turn_tokens.between(messages, ended=True)
-    expected = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(tokens, skip_special=False) == expected
