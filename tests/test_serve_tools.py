@@ -132,16 +132,7 @@ def test_text_before_calls_and_several_calls(tokenizers_of, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "said",
-    [
-        "No call, a < b, and {a} here.\n",
-        "<tool_call>\nnot json\n</tool_call>",
-        '{"answer": 3}',
-        "```python\nprint(1)\n```",
-        "  <tool_cal",
-    ],
-)
+@pytest.mark.parametrize("said", ["<tool_call>\nnot json\n</tool_call>", '{"answer": 3}', "a < b,  <tool_cal"])
 def test_what_is_no_call_is_text(tokenizers_of, said, stream):
     with serving(tokenizers_of["qwen2.5"], lambda prompt: said) as (client, _):
         if stream:
@@ -161,16 +152,12 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "
     "family, settings, field, message",
     [
         ("bundled", {}, "tools", "has no form for tools"),
-        ("gemma", {}, "tools", "has no form for tools"),
         ("bundled", {"tools": None, "messages": [*ASKED, RESULT]}, "messages", "has no form for tools"),
         ("qwen2.5", {"tool_choice": "required"}, "tool_choice", "would force a call"),
-        ("qwen2.5", {"tool_choice": {"type": "function"}}, "tool_choice", "auto or none"),
         ("qwen2.5", {"parallel_tool_calls": False}, "parallel_tool_calls", "take the first call"),
         ("qwen2.5", {"tools": [{"type": "web_search"}]}, "tools", "a tool is"),
-        ("qwen2.5", {"tools": "add"}, "tools", "a list of functions"),
         ("qwen2.5", {"messages": [*ASKED, CALLED, RESULT]}, "messages", "arguments of the call of 'add' are no JSON"),
         ("qwen2.5", {"messages": [*ASKED, {"role": "assistant", "tool_calls": [3]}]}, "messages", "with a name"),
-        ("qwen2.5", {"messages": [{"role": "user"}]}, "messages", "content of a message is text"),
     ],
 )
 def test_what_cannot_be_done_with_tools_is_named(tokenizers_of, family, settings, field, message):

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from processes import free_port
 from test_tinker import listening
+from test_trainer import ONE
+from test_trainer import TINY as OF_A_TRAINER
 from tinker_client import RANK, SEED, TARGETS, Client, InPython, OverHttp, loop
 
 import tunix_lite
@@ -20,19 +22,7 @@ from tunix_lite.serving.tinker.store import Store
 
 pytest.importorskip("aiohttp")
 
-TINY = [
-    "model=random",
-    "model.architecture.num_layers=1",
-    "model.architecture.embed_dim=16",
-    "model.architecture.num_heads=2",
-    "model.architecture.head_dim=8",
-    "model.architecture.mlp_dim=16",
-    "model.architecture.max_positions=64",
-    "model.lora.base=fp32",
-    "model.mesh_shape=[[1,1],[fsdp,tp]]",
-    "rollout.num_slots=4",
-    "rollout.chunk=4",
-]
+TINY = [*OF_A_TRAINER, ONE, "rollout.num_slots=4", "rollout.chunk=4"]
 LENGTHS = {"max_prompt_length": 16, "max_new_tokens": 16}
 
 
@@ -49,28 +39,34 @@ def new_client(trainer, is_full: bool):
 @pytest.mark.parametrize("base", ["bundled", pytest.param("bundled:full", marks=pytest.mark.wide)])
 def test_a_loop_over_http_is_the_loop_in_python(trainer, base, tmp_path):
     is_full = base.endswith(":full")
-    client = new_client(trainer, is_full)
-    expected = loop(InPython(client), 2)
-    saved = tmp_path / "mine"
-    client.save(saved)
-    client.close()
+    expected = looped(trainer, is_full, 2, tmp_path / "mine")
     # Of all weights there is one client at a time.
     with listening(tmp_path / "state", trainer) as (http, server):
         face = OverHttp(http, base)
         assert loop(face, 2) == expected
         checkpoint = server.store.get("checkpoint", face.save())
         server.worker.live.forget(face.model)
-    mine, theirs = load(trainer, is_full, saved), load(trainer, is_full, tmp_path / "state" / checkpoint.file)
-    assert len(mine) == len(theirs) > 0 and all(map(np.array_equal, mine, theirs))
+    assert_same(trainer, is_full, tmp_path / "mine", tmp_path / "state" / checkpoint.file)
 
 
-def load(trainer, is_full: bool, folder: Path) -> list[np.ndarray]:
-    """Step, weights and optimizer of a checkpoint."""
+def looped(trainer, is_full: bool, steps: int, saved: Path) -> list:
+    """What the loop gives in Python; its last checkpoint is saved."""
     client = new_client(trainer, is_full)
-    client.load(folder)
-    arrays = [np.asarray(x) for x in jax.tree.leaves(client.state)]
+    found = loop(InPython(client), steps)
+    client.save(saved)
     client.close()
-    return arrays
+    return found
+
+
+def assert_same(trainer, is_full: bool, *folders: Path) -> None:
+    """That step, weights and optimizer of two checkpoints are the same to the bit."""
+    both = []
+    for folder in folders:
+        client = new_client(trainer, is_full)
+        client.load(folder)
+        both.append([np.asarray(x) for x in jax.tree.leaves(client.state)])
+        client.close()
+    assert len(both[0]) == len(both[1]) > 0 and all(map(np.array_equal, *both))
 
 
 class Process:
@@ -127,15 +123,10 @@ class Killing(Client):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_server_killed_twice_in_a_loop_changes_no_bit(trainer, seed, tmp_path):
-    client = new_client(trainer, is_full=False)
-    expected = loop(InPython(client), 6)
-    saved = tmp_path / "mine"
-    client.save(saved)
-    client.close()
+def test_a_server_killed_twice_in_a_loop_changes_no_bit(trainer, tmp_path):
+    expected = looped(trainer, False, 6, tmp_path / "mine")
     process = Process(tmp_path / "state")
-    http = Killing(process, seed)
+    http = Killing(process, seed=0)
     try:
         face = OverHttp(http)
         found = loop(face, 6)
@@ -145,10 +136,8 @@ def test_a_server_killed_twice_in_a_loop_changes_no_bit(trainer, seed, tmp_path)
         assert process.starts == 3
     finally:
         process.kill()
-    for mine, theirs in zip(expected, found, strict=True):
-        assert mine == theirs
+    assert found == expected
     store = Store(tmp_path / "state")
     file = store.get("checkpoint", path).file
     store.close()
-    mine, theirs = load(trainer, False, saved), load(trainer, False, tmp_path / "state" / file)
-    assert len(mine) == len(theirs) > 0 and all(map(np.array_equal, mine, theirs))
+    assert_same(trainer, False, tmp_path / "mine", tmp_path / "state" / file)
