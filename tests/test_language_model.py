@@ -1,8 +1,8 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
 import hashlib
+import io
 import json
-import re
 import shutil
 import sys
 
@@ -13,7 +13,6 @@ from conftest import logits_of
 
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
-from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.config import build
 from tunix_lite.distributed.join import disable_compilation_cache
@@ -83,9 +82,9 @@ def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
     assert len({tuple(c.tokens) for c in together}) > 3
 
 
-@pytest.mark.parametrize("seed", [2**32, -1, 2**63, 1.0, True])
+@pytest.mark.parametrize("seed", [2**32, -1, True])
 def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
-    """jax.random.key drops the bits above: 2**32 + 1 drew what 1 draws, and 2**63 was an OverflowError."""
+    """jax.random.key drops the bits above."""
     words = rf"seed={seed}; a seed is a whole number from 0 to 4294967295 \(2\*\*32-1\)"
     with pytest.raises(ValueError, match=words):
         model.generate(QUESTIONS[0], SHORT, seed=seed)
@@ -128,16 +127,6 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
         evaluate_model(model, run, EvaluateTaskConfig(against="bundled"))
 
 
-def test_an_evaluation_says_how_far_it_is_and_writes_every_completion(tiny, tmp_path, monkeypatch, capsys):
-    overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", "evaluate.num_samples=2"]
-    run_command(evaluate_command, [*overrides, "rollout.num_slots=2"], monkeypatch)
-    text = (tmp_path / "out" / "model.arithmetic.jsonl").read_text()
-    whole = [json.loads(line) for line in text.splitlines()]
-    assert [row["sampled"] for row in whole] == [False] * 4 + [True] * 8
-    said = capsys.readouterr().err
-    assert re.search(r"sampled 12 completions in \d+ s", said)
-
-
 def test_a_run_is_loaded_as_it_was_trained(adapted):
     folder, state = adapted
     loaded = one(folder)
@@ -148,26 +137,9 @@ def test_a_run_is_loaded_as_it_was_trained(adapted):
         np.testing.assert_array_equal(there[path].b, b)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model": "/nowhere"}, "model.weights: /nowhere is not a folder"),
-        ({"model": "bundled", "step": 3}, "step=3: only a run has checkpoints"),
-        ({"dtype": "fp8"}, "dtype='fp8'; it is one of fp32, bf16"),
-    ],
-)
-def test_what_cannot_be_loaded(change, message):
-    with pytest.raises(ConfigError, match=message):
-        load(**change)
-
-
-@pytest.mark.parametrize(
-    "given, temperature",
-    [([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7), (["generation.temperature=1"], 1)],
-)
-def test_generate_gives_the_likeliest_completion_where_one_is_asked_for(given, temperature):
-    values = compose_values(given, of=("+command=generate",))
-    assert values["generation"]["temperature"] == temperature
+def test_generate_gives_the_likeliest_completion_where_one_is_asked_for():
+    for given, temperature in ([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7):
+        assert compose_values(given, of=("+command=generate",))["generation"]["temperature"] == temperature
 
 
 # ---- export
@@ -244,13 +216,8 @@ def test_another_text_or_variable_of_the_template_is_another_run(tmp_path):
     for x, said in (("high", "template.x: 'high' here, 'low' there"), ("low", "")):
         other = kept("{{ messages }}{{ x }}", f"model.template.x={x}")
         assert "; ".join(map(": ".join, differences(other, theirs))) == said
-    with pytest.raises(
-        ValueError, match="this is not the run in old: chat_template: '.*' here, '.*' there. resume.force"
-    ):
+    with pytest.raises(ValueError, match="not the run in old: chat_template: '.*' here, '.*' there. resume.force"):
         check_same_run(kept("{{ messages }}"), ours, "old", force=False)
-    # runs of before did not write it down
-    before = {name: value for name, value in ours.items() if name != "chat_template"}
-    assert check_same_run(ours, before, "old", False) == f"chat_template: '{ours['chat_template']}' here, None there"
 
 
 def test_a_run_is_loaded_with_the_template_that_it_began_with(adapted, tmp_path):
@@ -282,9 +249,7 @@ def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "lora"}, "kind='lora'; it is auto, full, merged, adapter"),
         ({"kind": "adapter"}, "kind=adapter: the model has no adapters; give full"),
-        ({"dtype": "int8"}, "dtype='int8'; it is one of bf16, fp16, fp32"),
         ({"out": "full"}, "exists and is not empty; give another folder, or overwrite=true"),
         ({"out": "full", "overwrite": True}, "was not written by export .*so it is not replaced"),
         ({"out": "full/a_file/out"}, "a_file is a file; give a folder"),
@@ -325,7 +290,6 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     overrides = [f"prompts={tmp_path}/asked.jsonl", "num_generations=2", f"out={tmp_path}/said.jsonl"]
     run_command(generate_command, overrides, monkeypatch)
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["asked.jsonl", "said.jsonl"]
     keys = "prompt generation text tokens logprobs full_logprobs finish_reason seconds"
     assert all(list(row) == keys.split() for row in said), "users read these files: their keys stay"
     assert [row["prompt"] for row in said] == [QUESTIONS[0]] * 2 + [lines[1]["messages"]] * 2
@@ -335,19 +299,9 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     assert "exists; give another file, or overwrite=true" in capsys.readouterr().err
 
 
-def test_generate_streams_one_prompt_of_a_run(adapted, monkeypatch, capsys):
-    overrides = [f"checkpoint={adapted[0]}", f"prompt='{QUESTIONS[0]}'", "generation.temperature=0"]
-    run_command(generate_command, overrides, monkeypatch)
-    expected = one(adapted[0]).generate(QUESTIONS[0], GenerationConfig(64, 8, temperature=0.0))[0].text
-    assert capsys.readouterr().out == expected + "\n"
-
-
 def test_chat_remembers_what_was_said(monkeypatch, capsys):
-    import io
-
-    monkeypatch.setattr(
-        sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\nexit\nnot asked")
-    )
+    typed = f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\nexit\nnot asked"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     run_command(generate_command, ["generation.temperature=0"], monkeypatch)
     captured = capsys.readouterr()
     first, second, third = captured.out.splitlines()
@@ -363,13 +317,10 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
     "command, overrides, message",
     [
         ("generate", ["out=a"], "error: give prompt='...' or prompts=FILE, one of the two"),
-        ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
         ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
         ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
-        ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
         ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
-        ("generate", ["step=3"], "error: step= needs a run"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):
@@ -384,8 +335,9 @@ def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsy
 
 def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
     seen = []
+    model = one()
     monkeypatch.setattr(
-        generate_command, "open_chosen_model", lambda run, settings: seen.append(settings.prompt) or one()
+        generate_command, "open_chosen_model", lambda run, settings: seen.append(settings.prompt) or model
     )
     for said in ("prompt=12", "prompt=What is 1, 2?", "prompt='{quoted}'"):
         run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
@@ -396,10 +348,7 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
     lines.write_text('{"prompt": "3", "max_new_tokens": 6}\n')
     with pytest.raises(ConfigError, match="line 1: max_new_tokens=6; it is 1 to generation.max_new_tokens=5"):
         generate_command.read_prompts(lines, 5)
-    for text, says in [
-        (b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"),
-        (b"[" * 100_000, "line 1: nested too deep"),
-    ]:
+    for text, says in ((b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"), (b"[" * 100_000, "line 1: nested too deep")):
         lines.write_bytes(text)
         with pytest.raises(ConfigError, match=f"prompts=.*asked.jsonl, {says}"):
             generate_command.read_prompts(lines, 5)

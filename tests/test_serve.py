@@ -71,6 +71,18 @@ def sampled(engine, prompts: list[list[int]], draws: list[DrawSettings], limit: 
 # ---- the engine
 
 
+def test_after_the_warm_up_a_request_compiles_nothing(model, engine):
+    """It is the first test of this engine."""
+    engine.warm_up()
+    compiled = dict(engine.programs.compiles)
+    sampled(engine, [model.tokenizer.prompt(QUESTIONS[0])], [DrawSettings()])
+    assert engine.programs.compiles == compiled
+    engine.failure = RuntimeError("out of memory")
+    with pytest.raises(EngineFailed):
+        engine.warm_up()
+    engine.failure = None
+
+
 def test_the_engine_draws_what_generate_draws(model, engine):
     """More sequences than slots; each alone by `generate`, so nothing that another client asks for can matter."""
     prompts = [model.tokenizer.prompt(question) for question in QUESTIONS[:3]]
@@ -85,21 +97,6 @@ def test_the_engine_draws_what_generate_draws(model, engine):
         assert found.tokens == alone.tokens
         np.testing.assert_allclose(found.full_logprobs, alone.full_logprobs, atol=1e-5)
         assert found.reason == alone.finish_reason
-
-
-def test_after_the_warm_up_a_request_compiles_nothing(model):
-    engine = live_engine(model, GENERATION, RolloutConfig(num_slots=2, chunk=4))
-    try:
-        engine.warm_up()
-        compiled = dict(engine.programs.compiles)
-        prompt = model.tokenizer.prompt(QUESTIONS[0])
-        sampled(engine, [prompt], [DrawSettings()])
-        assert engine.programs.compiles == compiled
-        engine.failure = RuntimeError("out of memory")
-        with pytest.raises(EngineFailed):
-            engine.warm_up()
-    finally:
-        engine.close()
 
 
 def test_the_waiting_line_is_bounded_and_sequences_that_are_cancelled_even_twice_leave_it(model, engine):

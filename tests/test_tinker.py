@@ -246,7 +246,7 @@ def test_a_failed_gradient_makes_no_step(tmp_path):
 
 
 def test_hostile_requests_harm_nobody(tmp_path):
-    with listening(tmp_path, api_key="tml-secret", max_body=100_000) as (client, server):
+    with listening(tmp_path, api_key="tml-secret", max_body=100_000) as (client, _):
         model = client.model()
         assert client.call("create_session", b"x" * 10_000_000)[0] == 413
         assert Client(client.address, "tml-wrong").call("create_session", {})[0] == 401
