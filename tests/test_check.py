@@ -53,12 +53,6 @@ def test_a_plugin_of_another_version_is_named(monkeypatch):
         check._versions()
 
 
-def test_a_launch_that_cannot_be_is_a_line():
-    done = run("launch.coordinator=nowhere:1")
-    assert done.returncode == 1
-    assert done.stdout.startswith("FAIL processes") and "launch.num_processes is missing" in done.stdout
-
-
 @pytest.mark.wide
 def test_processes_under_the_launcher_meet():
     words = [sys.executable, "-m", "tunix_lite.launch", "--nprocs=2", "check", "devices=2"]

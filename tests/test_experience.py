@@ -33,16 +33,9 @@ class Echo:
         drawn = np.full(numbers.shape, float(jax.random.uniform(key)), np.float32)
         texts = [str(example["n"]) for example in kept]
         count = len(kept)
-        graded = Graded(
-            texts,
-            texts,
-            np.arange(count, dtype=float),
-            np.ones(count, bool),
-            texts,
-            {},
-            np.zeros(count, bool),
-            rollout=Rollout(numbers, mask, mask, drawn, np.ones(count, np.int8), drawn),
-        )
+        yes, no = np.ones(count, bool), np.zeros(count, bool)
+        rollout = Rollout(numbers, mask, mask, drawn, yes.astype(np.int8), drawn)
+        graded = Graded(texts, texts, np.arange(count, dtype=float), yes, texts, {}, no, rollout=rollout)
         metrics = {"seen": [example["n"] for example in examples]}
         return Batch(numbers, np.ones(numbers.shape, bool), mask / 3, old_logprobs=drawn), metrics, graded
 
@@ -90,6 +83,3 @@ def test_a_run_that_resumes_gets_what_it_would_have_got():
     again = source(settings)
     for step in range(4, 8):
         jax.tree.map(np.testing.assert_array_equal, again.take(step, None).batch, before[step].batch)
-
-
-# ---- a reference that follows the policy

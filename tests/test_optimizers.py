@@ -304,7 +304,7 @@ def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_aske
     assert scaled_for(plain, 4) is plain and "shards" not in describe(plain, 4)
     asked = replace(plain, learning_rate=1e-4, scale_lr_with_devices=True)
     assert learning_rate_at(scaled_for(asked, 4), 60, 4) == pytest.approx(4e-4)
-    assert "0.0001 x 4 shards = 0.0004 linear" in describe(asked, 4)
+    assert "0.0001 x 4 shards = 0.0004 constant" in describe(asked, 4)
     settings = compose(["optimizer.scale_lr_with_devices=true", "training.packing=none"])
     resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 4, "tp": 2}, "cpu")
     assert resolved.optimizer.learning_rate == pytest.approx(4 * 4e-5)

@@ -39,15 +39,9 @@ def test_every_block_of_the_readme_runs_as_printed(tmp_path):
     for language, _, body in blocks(ROOT / "README.md"):
         if language not in SHELL:
             continue
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", body],
-            cwd=copy,
-            env=environment,
-            input="What is 2 + 3?\n/exit\n",
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        call = ["bash", "-euo", "pipefail", "-c", body]
+        asked = {"input": "What is 2 + 3?\n/exit\n", "capture_output": True, "text": True, "timeout": 500}
+        done = subprocess.run(call, cwd=copy, env=environment, **asked)
         # a plan that does not fit says what would, and ends with 1, so that a script does not go on
         fits = "does not fit" not in done.stdout
         assert done.returncode == (0 if fits else 1), f"{body}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
