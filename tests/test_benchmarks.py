@@ -70,36 +70,6 @@ def test_a_worse_count_fails_and_a_better_one_is_named(gate, found, status, said
     assert ("docs/log.md" in lines[-1] and "gate.py --accept" in lines[-1]) == bool(status)
 
 
-def test_kernels_are_what_runs_and_a_loop_counts_once(gate):
-    text = """HloModule m
-%fused (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %n = f32[4]{0} negate(%p)
-}
-%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %t = (s32[], f32[4]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %x = f32[4]{0} get-tuple-element(%t), index=1
-  %f = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %r = (s32[], f32[4]{0}) tuple(%i, %f)
-}
-%cond (t: (s32[], f32[4])) -> pred[] {
-  %t = (s32[], f32[4]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  ROOT %lt = pred[] compare(%i, %i), direction=LT
-}
-ENTRY %main (a: f32[4]) -> f32[4] {
-  %a = f32[4]{0} parameter(0)
-  %z = s32[] constant(0)
-  %d = f32[4]{0} dot(%a, %a)
-  %t0 = (s32[], f32[4]{0}) tuple(%z, %d)
-  %w = (s32[], f32[4]{0}) while(%t0), condition=%cond, body=%body
-  ROOT %out = f32[4]{0} get-tuple-element(%w), index=1
-}
-"""
-    assert gate.kernels(text) == {"dot": 1, "fusion": 1}
-
-
 def test_the_committed_counts_are_of_all_programs(gate):
     known = json.loads(gate.VALUES.read_text())
     wanted = {f"{name}/{program}" for name, (_, _, _, programs) in gate.PROGRAMS.items() for program in programs}
@@ -318,21 +288,6 @@ def test_an_operation_that_goes_on_after_its_event_lasts_until_its_end(step_prof
     Span = step_profile.Span
     found = step_profile.spans_of(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])]))
     assert found == {("jit_update", "first"): [Span(1000, 5000, True), Span(9000, 9700, False)]}
-
-
-def test_time_is_divided_among_what_runs_and_copies_that_wait_get_what_nothing_else_has(step_profile):
-    Span = step_profile.Span
-    spans = {
-        "a": [Span(0, 1000, False), Span(2000, 3000, True)],
-        "b": [Span(500, 1500, True)],
-        "waits": [Span(200, 1800, True)],
-        "copies": [Span(2500, 3500, False)],
-    }
-    found = step_profile.seconds_by_operation(spans, copies={"waits", "copies"})
-    # a: 500 alone, half of 500 beside b, 500 alone, half of 500 beside the copy that ends with its event
-    assert found == pytest.approx({"a": 1500e-9, "b": 750e-9, "waits": 300e-9, "copies": 750e-9})
-    # 0 to 1800, and 2000 to 3500
-    assert sum(found.values()) == pytest.approx(3300e-9)
 
 
 def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from faulty_environments import Fails
 from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
 from tunix_lite.environments.bundled_tools import calculator
@@ -19,17 +18,16 @@ from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment, schema_of
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import ConfigError
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.rewards.math import correct
 from tunix_lite.runs.samples import sample_rows
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import ALONE, Processes, SharedError
-from tunix_lite.tasks.sources import Arithmetic, batch_at
+from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import lines_of_sample
-from tunix_lite.train import train
 from tunix_lite.types import Conversation, Rollout, SampledTurn
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -281,64 +279,6 @@ def test_settings_that_conversations_exclude_are_one_message(settings, message):
     with pytest.raises(ConfigError, match=message):
         compose([environment, "conversation.workers=0", *settings])
     compose(settings)
-
-
-# how an environment may fail, and as what the run counts it
-COUNTED_AS = {
-    "raise": "failed_by_error",
-    "loop": "failed_by_timeout",
-    "sleep": "failed_by_timeout",
-    "die": "failed_by_crash",
-    "nonsense": "failed_by_not_a_turn",
-    "never end": "ended_by_turns",
-    "": "ended_by_done",
-}
-SECONDS = 0.5
-
-
-def faulty_run(on_error):
-    return compose(
-        [
-            "+task.environment={_target_:faulty_environments.Fails,how:all}",
-            *(f"conversation.on_error={on_error}", f"conversation.timeout={SECONDS}", "conversation.max_turns=3"),
-            *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=1"),
-            *("training.prompts_per_step=16", "algorithm.num_generations=2", "evaluation.num_examples=0", "seed=28"),
-            *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
-            "model.mesh_shape=[[1,1],[fsdp,tp]]",
-        ]
-    )
-
-
-@pytest.mark.wide
-def test_a_run_goes_on_whatever_its_environments_do(tmp_path):
-    """One batch has environments that raise, loop, sleep, die, return nonsense and never end."""
-    run = faulty_run("drop")
-    ways = []
-    for example in batch_at(run.task.source.train, 16, run.seed, 0):
-        environment = Fails("all")
-        environment.reset(example)
-        ways.append(environment.way if environment.fails else "")
-    assert {*ways} == {*COUNTED_AS}, "the test needs a batch with all of them"
-
-    train(run, tmp_path)
-    (step,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for name in {*COUNTED_AS.values()}:
-        assert step[f"conversation/{name}"] == sum(COUNTED_AS[way] == name for way in ways) / 16, name
-    # one that is over got 1 for each of two turns, one that never ends got 1 for the first
-    worth = {"": 2.0, "never end": 1.0}
-    rewards = [worth[way] for way in ways if way in worth]
-    assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
-    lost = 2 * sum(COUNTED_AS[way] == "failed_by_timeout" for way in ways)
-    assert lost * SECONDS <= step["time/environments"] < 32 * SECONDS
-    # each time-out costs its seconds and a new process
-    assert step["time/rollout"] < 10 + lost * (SECONDS + 3)
-
-
-@pytest.mark.wide
-def test_a_run_stops_in_one_line_at_an_environment_that_fails(tmp_path):
-    with pytest.raises(RunFailed, match="conversation.on_error=zero or drop continues without it") as caught:
-        train(faulty_run("raise"), tmp_path)
-    assert str(caught.value).startswith("step 1: the environment ") and "\n" not in str(caught.value)
 
 
 def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):

