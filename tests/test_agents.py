@@ -30,9 +30,6 @@ pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# ---- calls become sequences
-
-
 def sequences(*sampled: tuple) -> list[TokenSequence]:
     found = []
     for one in sampled:
@@ -88,9 +85,6 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
     # Another text is left as it is: the agent changed what was said.
     other = tokenizer.prompt([*asked, {"role": "assistant", "content": "Then"}, more[2]])
     assert with_tokens_as_sampled(other, earlier, tokenizer) == other
-
-
-# ---- groups
 
 
 def groups_of(rewards: list, sequences_of: list[list[TokenSequence]], on_error: str = "drop") -> EpisodeGroups:

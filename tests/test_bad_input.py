@@ -18,10 +18,7 @@ from tunix_lite.distributed.folder_lock import lock_folder, lock_owner
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
     "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; 'model.mesh_shape=[[2,2],"),
-    "a prompt that is too long": (["generation.max_prompt_length=8"], "raise it to at least"),
     "a mistake in a sweep": (["--multirun", "seed=0,1", "training.max_stepz=3"], "did you mean 'training.max_steps'?"),
-    "a reward that lacks a setting": (["task.rewards.correct.fn._target_=tunix_lite.rewards.text.contains"],
-                                      "rewards.correct.fn is called with (completion, example) and its settings: missing"),
     "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
 }  # fmt: skip
 

@@ -308,16 +308,12 @@ def test_every_family_holds_conversations_as_if_it_read_everything_again(family)
 WIDTH = 10
 
 
-def spec_of(cfg, **changes):
-    generation = GenerationConfig(WIDTH, 60, repetition_penalty=changes.pop("penalty", 1.0))
-    return SamplerSpec(cfg, generation, end_ids=(999,), pad_id=0, dtype=jnp.float32, chunk=4, holds=True, **changes)
-
-
 class OnDevices:
     """Four slots with four prompts, driven program by program."""
 
-    def __init__(self, cfg, params, **changes):
-        self.programs = Programs(spec_of(cfg, **changes))
+    def __init__(self, cfg, params):
+        generation = GenerationConfig(WIDTH, 60, repetition_penalty=1.3)
+        self.programs = Programs(SamplerSpec(cfg, generation, (999,), 0, jnp.float32, 4, holds=True, int8=True))
         self.weights = decoder.per_layer_params(params, cfg, jnp.float32)
         self.tokens = ragged_prompts(4, width=WIDTH)
         padded = np.zeros((4, WIDTH), np.int32)
@@ -334,11 +330,6 @@ class OnDevices:
         stopped = np.full(4, -1, np.int32)
         self.slots = self.programs.admit(self.programs.make_slots(4), cache, queue, np.int32(4), stopped)
 
-    def decode(self):
-        self.slots, drawn = self.programs.decode(self.slots, self.weights, np.float32(1))
-        for slot, new in enumerate(np.asarray(drawn.tokens).T):
-            self.tokens[slot] += [int(token) for token in new if token >= 0]
-
     def append(self, new):
         for call in append_calls({slot: (tokens, 60) for slot, tokens in new.items()}, 4):
             self.slots = self.programs.append(self.slots, self.weights, *call)
@@ -346,51 +337,14 @@ class OnDevices:
             self.tokens[slot] += tokens
 
 
-def whole_hidden(cfg, params, tokens):
-    padded = np.zeros((1, 128), np.int32)
-    padded[0, : len(tokens)] = tokens
-    meta = attention.one_sequence_per_row(np.arange(128)[None] < len(tokens))
-    return jax.jit(decoder.forward, static_argnums=1)(params, cfg, padded, meta)[0, len(tokens) - 1]
-
-
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.wide)], ids=str)
-def test_a_slot_with_appended_tokens_is_where_reading_the_whole_sequence_ends(cfg, mesh):
-    """The window of local layers is 5: what is appended is shorter and longer than the ring."""
-    set_mesh(*mesh)
-    params = random_params(cfg)
-    at = OnDevices(cfg, params)
-    at.decode()
-    before = [list(tokens) for tokens in at.tokens]
-    at.append({0: [7, 8, 9], 2: list(range(4, 27))})
-    assert at.tokens[1] == before[1], "a slot that nothing is appended to stays as it is"
-    for _ in range(2):
-        hidden = np.asarray(at.slots.hidden)
-        for slot in range(4):
-            want = whole_hidden(cfg, params, at.tokens[slot])
-            np.testing.assert_allclose(hidden[slot], want, atol=2e-5)
-        at.decode()
-        at.append({1: [5], 3: list(range(4, 21)), 0: [6, 6]})
-
-
-def test_an_offloaded_slot_goes_on_in_another_one(cfg, params):
-    at = OnDevices(cfg, params)
-    at.decode()
-    at.append({3: [9, 4, 9]})
-    copy = jax.device_get(at.programs.read_slot(at.slots, np.int32(3)))
-    there = at.programs.write_slot(at.slots, copy, np.int32(0))
-    for name in ("lengths", "num_drawn", "limits", "running", "requests"):
-        both = np.asarray(getattr(there, name))
-        assert both[0] == both[3], name
-    _, drawn = at.programs.decode(there, at.weights, np.float32(1))
-    np.testing.assert_array_equal(drawn.tokens[:, 0], drawn.tokens[:, 3])
-
-
 def test_an_int8_cache_and_a_repetition_penalty_know_what_was_appended(cfg, params):
-    at = OnDevices(cfg, params, int8=True, penalty=1.3)
+    at = OnDevices(cfg, params)
     at.append({1: [30, 31]})
     seen = np.asarray(at.slots.seen)
     assert set(np.flatnonzero(seen[1])) == set(at.tokens[1])
-    want = whole_hidden(cfg, params, at.tokens[1])
+    tokens = np.array([at.tokens[1]])
+    meta = attention.one_sequence_per_row(np.ones_like(tokens, bool))
+    want = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, meta)[0, -1]
     np.testing.assert_allclose(np.asarray(at.slots.hidden)[1], want, atol=0.15)
 
 

@@ -25,7 +25,6 @@ from tunix_lite.distributed import agreement, join
 from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
 from tunix_lite.distributed.meeting import NotMet, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
-from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
 from tunix_lite.tasks.task import Reward, TaskConfig
@@ -58,15 +57,18 @@ OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2
         ({}, {}, ProcessPlace()),
         ({}, TORCHRUN, OF_TORCHRUN),
         ({}, TORCHRUN | LOCAL, replace(OF_TORCHRUN, local_id=1, num_local=4)),
-        ({}, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, OF_TORCHRUN),
+        # torchrun itself listens at the port that it names
+        (
+            {},
+            TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"},
+            ProcessPlace(5, 8, "10.0.0.1:29501", 1, 4, f"{MASTER} + 1, torchrun having the port itself"),
+        ),
         # explicit settings come first, and whatever is not theirs is not looked at
         (THREE, TORCHRUN | LOCAL, ProcessPlace(2, 3, "a:1", source="launch.coordinator")),
-        ({"coordinator": "auto"}, TORCHRUN, ProcessPlace(source="launch.coordinator=auto", asks_jax=True)),
         # Slurm: jax finds the first node; with MASTER_ADDR the processes meet there, at a port from the job
         ({}, SLURM, replace(OF_SLURM, coordinator=None, asks_jax=True)),
         ({}, WITH_ADDRESS, OF_SLURM),
         ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, ProcessPlace()),  # not inside srun
-        ({}, WITH_ADDRESS | {"MASTER_PORT": "99", "WORLD_SIZE": "8"}, replace(OF_SLURM, coordinator="gpu007:99")),
         # A shell in a job of eight tasks is a step of one, and has the variables of the job beside those of its step.
         ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
         # what only jax knows
@@ -78,11 +80,6 @@ def test_a_process_finds_its_place(settings, environ, place):
     assert find_place(LaunchConfig(**settings), environ) == place
 
 
-def test_torchrun_itself_listens_at_the_port_that_it_names():
-    place = find_place(LaunchConfig(), TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"})
-    assert (place.coordinator, place.source) == ("10.0.0.1:29501", f"{MASTER} + 1, torchrun having the port itself")
-
-
 ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 to N-1 belong together"
 NO_PORT = "is not a port: it is a number from 1 to 65535, as in 192.168.1.10:29500"
 EXPORT = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
@@ -91,10 +88,8 @@ EXPORT = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
 @pytest.mark.parametrize(
     "settings, environ, message",
     [
-        ({"coordinator": "a:1"}, {}, f"launch.num_processes is missing: {ALL_THREE}"),
         (THREE | {"coordinator": "a:b"}, {}, f"launch.coordinator: 'b' {NO_PORT}"),
         (THREE | {"process_id": 3}, {}, "launch.process_id=3, but launch.num_processes=3: processes count from 0 to 2"),
-        ({}, TORCHRUN | {"RANK": "8"}, "RANK=8, but WORLD_SIZE=8: processes count from 0 to 7"),
         ({}, {"WORLD_SIZE": "8", "RANK": "0"}, "WORLD_SIZE=8, but MASTER_ADDR is not set: it is the address of process 0"),
         ({}, {"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0"),
         ({}, SLURM | {"MASTER_PORT": "1"}, f"MASTER_PORT is set, but MASTER_ADDR is not: {EXPORT}, or unset MASTER_PORT"),
@@ -257,19 +252,6 @@ def test_tp_stays_inside_a_slice_of_real_tpus_as_jax_lays_out_a_hybrid_mesh():
     assert inside.tolist() == mesh_utils.create_hybrid_device_mesh((2, 4), (2, 1), two_slices).tolist()
 
 
-LOST = (
-    "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:7"
-)
-
-
-@pytest.mark.parametrize("error", [ValueError(LOST), RuntimeError(LOST)])  # as jax 0.10 raises it, here and there
-def test_that_another_process_is_gone_is_no_error_of_settings(error):
-    assert is_of_a_peer(error)
-    with pytest.raises(type(error)) as caught, error_context("step 3", RunFailed):
-        raise error
-    assert caught.value is error
-
-
 @pytest.mark.parametrize("name", ["TUNIX_LITE_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_who_was_started_before_knows_it_from_who_did(name):
     assert [join.is_restart(said) for said in ({}, {name: ""}, {name: "0"}, {name: "2"})] == [False] * 3 + [True]
@@ -299,18 +281,12 @@ def together(*abouts: ProcessInfo, timeout: float = 20, count: int | None = None
     return heard
 
 
-def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first():
+def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first_and_who_differs():
     heard = together(*(ProcessInfo({"seed": "1"}, f"folder{p}", f"host{p}") for p in range(3)))
     assert heard == [agreement.Agreement(["host0", "host1", "host2"], "folder0")] * 3
-
-
-def test_all_hear_who_differs():
     heard = together(*(ProcessInfo({"training.max_steps": str(3 + (p == 1))}, None, f"host{p}") for p in range(3)))
     differs = "process 1 (host1) has training.max_steps=4, the others 3. "
     assert heard == [f"{differs}Start all of them with the same command and the same packages"] * 3
-
-
-def test_two_with_one_number_are_told():
     heard = together(*(ProcessInfo({}, None, host) for host in "abc"), count=4, ids=[0, 1, 1])
     assert heard[0].startswith("two processes say that they are process 1 (") and heard == [heard[0]] * 3
 
@@ -361,7 +337,6 @@ def hello(**other) -> bytes:
 
 STRANGERS = {
     "a browser": b"GET / HTTP/1.1\r\n\r\n",
-    "brackets": b"[" * 60_000 + b"\n",
     "a line without end": b"x" * ((1 << 22) + (1 << 17)),
     "infinity": hello(tunix_lite=float("inf")),
     "beyond the last": hello(tunix_lite=2),

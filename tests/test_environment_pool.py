@@ -98,10 +98,8 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
     ("returned", "turn"),
     [
         (Turn("a", 1.0, True), Turn("a", 1.0, True)),
-        (("a", 0.5, False, {}), Turn("a", 0.5, False)),
         (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
         (([MESSAGE], 0.0, False), Turn([MESSAGE])),
-        ((None, None, True), Turn("", 0.0, True)),
         (("a", np.float32(0.5), np.False_, np.False_, {"won": np.True_}), Turn("a", 0.5, False, {"won": True})),
     ],
 )
@@ -113,9 +111,7 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
     ("returned", "message"),
     [
         ("a", "returned 'a' from step; it is Turn"),
-        ((None, 1.0, False), "returned the observation None"),
         (("a", float("nan"), False), "the reward nan"),
-        (("a", "1", False), "the reward '1'"),
         (("a", 1.0, "no"), "done='no'"),
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
@@ -231,8 +227,6 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
     ("settings", "message"),
     [
         ({"max_turns": 0}, "max_turns=0"),
-        ({"on_limit": "stop"}, "on_limit='stop'"),
-        ({"discount": 0.9}, "credit=discount alone"),
         ({"credit": "discount", "discount": 1.5}, "from 0 to 1"),
         ({"limit_reward": -1.0}, "on_limit=penalise alone"),
     ],
@@ -330,12 +324,10 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         # Qwen and Hermes
         (f"<tool_call>\n{AS_JSON}\n</tool_call>", [ADD]),
         (f"I add.\n<tool_call>{AS_JSON}</tool_call>\n<tool_call>\n{AS_JSON}\n</tool_call>", [ADD, ADD]),
-        (f"<think>so</think>\n<tool_call>{AS_JSON}", [ADD]),
         # arguments as the text of JSON, as OpenAI has them
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [ADD]),
         # Gemma
         ("```tool_code\nadd(a=1, b=2)\n```", [ADD]),
-        ("```tool_code\n[add(a=1, b=2), now()]\n```", [ADD, ToolCall("now", {})]),
         (f"```json\n{AS_LLAMA}\n```", [ADD]),
         # Llama
         (AS_LLAMA, [ADD]),
@@ -344,7 +336,6 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         # answers
         ("The answer is 3.", []),
         ('{"answer": 3}', []),
-        ("```python\nadd(a=1, b=2)\n```", []),
         ("{" * 50_000, []),
     ],
 )
@@ -356,10 +347,8 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
     ("text", "problem"),
     [
         ("<tool_call>{'name': 'add'}</tool_call>", "the call is no JSON"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "a call has a name and arguments"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
-        ("```tool_code\nadd(a=b)\n```", "an argument is no plain value"),
         ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
         ("```tool_code\nadd(a=" + "(" * 5000 + "\n```", "the call is no Python"),
     ],
@@ -420,7 +409,6 @@ def test_a_budget_of_calls_ends_the_conversation():
     [
         ({"tools": ()}, "tools is empty"),
         ({"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
-        ({"tools": (weather,), "role": "model"}, "role='model'"),
     ],
 )
 def test_settings_of_tools_that_cannot_be_meant_are_refused(settings, message):

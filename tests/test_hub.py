@@ -24,7 +24,6 @@ REPOS = {
     "org/one-file": CONFIG | {"model.safetensors": b"w"},
     "org/gated": CONFIG | {"model.safetensors": b"w"},
     "org/bin": CONFIG | {"pytorch_model.bin": b"x"},
-    "org/token-refused": {},
     "org/broken": {},
 }
 
@@ -44,8 +43,6 @@ class Hub(BaseHTTPRequestHandler):
         files = REPOS.get(repo)
         if files is None:
             self.answer(401, **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        elif repo == "org/token-refused":
-            self.answer(401, **{"X-Error-Message": "Invalid credentials in Authorization header"})
         elif repo == "org/broken":
             self.answer(418)
         elif revision not in ("main", SHA):
@@ -145,17 +142,16 @@ def test_a_part_of_a_model_that_a_cache_holds_is_made_whole(hub):
 
 
 def test_every_way_a_model_cannot_be_had_says_what_to_do(hub):
-    names = ["org/gated", "org/absent", "org/one-file@v9", "org/bin", "org/token-refused", "org/broken", "not a name"]
+    names = ["org/gated", "org/absent", "org/one-file@v9", "org/bin", "org/broken", "not a name"]
     code = NAMES + f"import json\nprint(json.dumps([why(snapshot, n) for n in {names}]))"
-    gated, absent, revision, pytorch, refused, broken, wrong = json.loads(hub(code))
+    gated, absent, revision, pytorch, broken, wrong = json.loads(hub(code))
     assert "org/gated is gated: accept its licence at https://huggingface.co/org/gated, then run `hf auth" in gated
     assert "there is no model org/absent on the hub" in absent and "private" in absent and "HF_TOKEN" in absent
     assert "org/one-file has no revision v9" in revision
     assert "org/bin has no *.safetensors files, and only safetensors are read" in pytorch
-    assert "org/token-refused could not be downloaded (Client error '401" in refused and "HF_TOKEN" in refused
     assert "418" in broken and "org/broken" in broken
     assert "'not a name' is no model of the hub; one is written org/name" in wrong
-    assert not any("\n" in said for said in (gated, absent, revision, pytorch, refused, broken, wrong))
+    assert not any("\n" in said for said in (gated, absent, revision, pytorch, broken, wrong))
 
 
 def test_without_a_network_the_way_round_is_told(hub, tmp_path):

@@ -15,7 +15,6 @@ from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.config import build
-from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import open_model, run_settings
@@ -54,11 +53,6 @@ def one(model=None, **more):
 
 
 @pytest.fixture(scope="module")
-def on_four(tiny):
-    return load(tiny, mesh_shape=[[4, 1], ["fsdp", "tp"]])
-
-
-@pytest.fixture(scope="module")
 def model(tiny):
     return one(tiny)
 
@@ -94,9 +88,8 @@ def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
         open_model(ModelConfig(weights=str(TINY)), None, None, "fp32", seed)
 
 
-def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model, on_four):
-    disable_compilation_cache()  # conftest turns it on before each test, and one of the models has several devices
-    pieces = list(on_four.stream(QUESTIONS[1], SHORT, seed=3))
+def test_a_stream_is_the_completion_in_pieces(model):
+    pieces = list(model.stream(QUESTIONS[1], SHORT, seed=3))
     assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
 
 
@@ -252,7 +245,6 @@ def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):
         ({"kind": "adapter"}, "kind=adapter: the model has no adapters; give full"),
         ({"out": "full"}, "exists and is not empty; give another folder, or overwrite=true"),
         ({"out": "full", "overwrite": True}, "was not written by export .*so it is not replaced"),
-        ({"out": "full/a_file/out"}, "a_file is a file; give a folder"),
     ],
 )
 def test_exports_that_cannot_be(tmp_path, settings, message):
@@ -319,7 +311,6 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["out=a"], "error: give prompt='...' or prompts=FILE, one of the two"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
         ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
-        ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
         ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
     ],
 )  # fmt: skip

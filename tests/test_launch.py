@@ -219,9 +219,6 @@ def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_e
     ]
 
 
-# ---- logs
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
     logs = tmp_path / "run" / "launch"

@@ -286,7 +286,6 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     "overrides, named",
     [
         (["optimizer=sgd", "optimizer.beta1=0.5"], "optimizer.beta1"),
-        (["optimizer=adafactor", "optimizer.weight_decay=0.1"], "optimizer.weight_decay"),
         (["optimizer=adam"], "adafactor, adamw, default, lion, muon, sgd"),
         (["optimizer=muon", "optimizer.ns_steps=0"], "ns_steps=0"),
         (["optimizer=adafactor", "optimizer.decay_rate=0"], "decay_rate"),

@@ -89,15 +89,12 @@ def test_the_loop_by_hand_makes_the_steps_of_a_run(tmp_path, capsys):
 # What now does what the guide wants: the command -> a setting that says so.
 WORKS = [
     ("run_training.py model.mesh_shape=[[8,2],[fsdp,tp]]", "model.mesh_shape", [[8, 2], ["fsdp", "tp"]]),
-    ("run_training.py training.micro_batch_size=auto", "training.micro_batch_size", "auto"),
     ("run_training.py training.gradient_accumulation_steps=null", "training.gradient_accumulation_steps", None),
     ("run_training.py optimizer.scale_lr_with_devices=true", "optimizer.scale_lr_with_devices", True),
     ("run_training.py optimizer=sgd optimizer.momentum=0.9", "optimizer.momentum", 0.9),
     ("run_training.py task.system='Answer briefly.'", "task.system", "Answer briefly."),
     ("run_training.py model=gemma3_4b model.mesh_shape=[[8,2],[fsdp,tp]]", "model.weights", "google/gemma-3-4b-it"),
     ("run_training.py model.lora.rank=32 model.lora.alpha=64 model.lora.base=nf4", "model.lora.base", "nf4"),
-    ("run_training.py project_name=tunix-grpo", "project_name", "tunix-grpo"),
-    ("run_training.py launch.timeout=300", "launch.timeout", 300),
     ("tunix-lite check devices=4", "devices", 4),
     ("tunix-lite evaluate checkpoint=outputs/x evaluate.reference=answer", "evaluate.reference", "answer"),
     ("tunix-lite generate checkpoint=outputs/x step=60 prompt=Hi", "step", 60),

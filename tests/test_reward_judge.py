@@ -70,13 +70,10 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
     [
         ("Score: 7", {}, 0.7),
         ("**SCORE**: 10", {}, 1),
-        ("Score: 3", {"lowest": 1.0, "highest": 5.0}, 0.5),
-        ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
         # as YAML reads {yes: 1, no: 0}
         ("Yes", {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}}, 1),
         ("Score (0 to 10): 8", {}, 0.8),
-        ("**Score:** **8**/10.", {}, 0.8),
     ],
 )
 def test_the_last_score_of_the_answer_counts(answer, settings, score):
@@ -206,8 +203,6 @@ def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
         ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
         ({"base_url": "http://127.0.0.1:1/v1\r\nX-A: 1"}, r"base_url='http://127.0.0.1:1/v1\\r\\nX-A: 1'; write it as"),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
-        ({"pattern": "Score"}, "has no group"),
-        ({"lowest": 10.0}, "lowest=10.0 must be below highest=10.0"),
         ({"retries": -1}, "retries and backoff not negative"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such variable"),
     ],

@@ -38,7 +38,7 @@ from test_reward_scores import Words
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import RunFailed
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.watch import keep_samples
 from tunix_lite.settings.compose import compose
@@ -97,9 +97,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-# ---- every way to fail
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,8 +175,6 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(tmp_path):
         ),
         ("loop", r"reward 'faulty' took more than rewards.timeout=0.5 seconds for the completion 'loop'"),
         ("segfault", r"reward 'faulty' ended its process with SIGSEGV for the completion 'segfault'"),
-        ("large", r"reward 'faulty' is -1e\+308, beyond 1e\+18, for the completion 'large'"),
-        ("digits", r"reward 'faulty' is <int, of which Python cannot say more: Exceeds .*>, not a number, for the"),
         ("impostor", r"reward 'faulty' got the answer to another call from its process for the completion"),
         (
             "!raise",
@@ -203,9 +198,6 @@ def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
     np.testing.assert_array_equal(graded.correct, [True, False, True, True, True])
     assert graded.extracted == ["GOOD", "LOOP", None, "BETTER", None]
     assert not graded.dropped.any()
-
-
-# ---- what is dropped
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -451,11 +443,3 @@ def test_two_processes_share_groups_and_completions():
         both = list(pool.map(run, (0, 1)))
     assert both == [[0.5, 0, 1, 0, 1, 0.5, 0, 0.5, 1]] * 2
     assert asked == [[2], [1, 3]]
-
-
-def test_yaml_says_that_a_reward_is_of_a_group():
-    setting = "+task.rewards.rank={fn: {_target_: faulty_rewards.ranked}, group: true, weight: 0.5}"
-    reward = compose([setting]).task.rewards["rank"]
-    assert reward.group and reward.weight == 0.5 and reward.fn is ranked
-    with pytest.raises(ConfigError, match=r"rewards.rank.fn is called with \(completions, example\)"):
-        compose(["+task.rewards.rank={fn: {_target_: tunix_lite.rewards.math.final_answer}, group: true}"])

@@ -130,20 +130,14 @@ def until(is_true, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-# ---- bodies and answers, without a server
-
-
 @pytest.mark.parametrize(
     "body, field, message",
     [
         ([], None, "not a JSON object"),
-        ({}, "messages", "at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads no other"),
         (ASK | {"model": "gpt-9"}, "model", "this server has 'bundled'"),
-        (ASK | {"temperature": float("nan")}, "temperature", "from 0 to 2"),
         (ASK | {"max_tokens": 49}, "max_tokens", "from 1 to 48"),
         (ASK | {"top_p": 0}, "top_p", "greedy"),
-        (ASK | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         (ASK | {"n_predict": 5}, "n_predict", "no field that this server knows"),
         (ASK | {"messages": [{"role": "user", "content": "1 + " * 99}]}, "messages", "takes up to 64"),
     ],
@@ -168,9 +162,6 @@ def test_text_that_may_become_a_stop_text_is_held_back(model):
     tokens = model.tokenizer.encode("so 1 + ")
     other.add(NewTokens(tokens, [0.0] * len(tokens), [0.0] * len(tokens), reason="length"))
     assert (other.whole.text, other.whole.finish_reason) == ("so 1 + ", "length")
-
-
-# ---- over HTTP
 
 
 @contextmanager

@@ -136,11 +136,9 @@ def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monke
     "more, field",
     [
         ({"temperature": 10**400}, "temperature"),
-        ({"seed": 10**400}, "seed"),
         ({"temperature": 1e-38}, "temperature"),
         ({"chat_template_kwargs": {"bos_token": "<eos>"}}, "chat_template_kwargs"),
         ({"model": "\ud800"}, None),
-        ({"stop": ["\ud83d"]}, None),
     ],
 )
 def test_numbers_and_texts_wider_than_float_and_utf8_are_refused(tokenizer, more, field):
@@ -350,7 +348,6 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "
         ("bundled", {"tools": None, "messages": [*ASKED, RESULT]}, "messages", "has no form for tools"),
         ("qwen2.5", {"tool_choice": "required"}, "tool_choice", "would force a call"),
         ("qwen2.5", {"parallel_tool_calls": False}, "parallel_tool_calls", "take the first call"),
-        ("qwen2.5", {"tools": [{"type": "web_search"}]}, "tools", "a tool is"),
         ("qwen2.5", {"messages": [*ASKED, CALLED, RESULT]}, "messages", "arguments of the call of 'add' are no JSON"),
         ("qwen2.5", {"messages": [*ASKED, {"role": "assistant", "tool_calls": [3]}]}, "messages", "with a name"),
     ],

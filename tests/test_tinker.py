@@ -1,22 +1,17 @@
 """The Tinker face: bytes as the SDK writes and reads them, fair turns, and nothing lost that was acknowledged."""
 
 import json
-import os
 import random
 import shutil
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from processes import free_port
 from server_thread import in_thread
 from test_trainer import ONE
 from test_trainer import TINY as OF_A_TRAINER
@@ -46,9 +41,6 @@ LOGPROBS = (
     "1218000000000000000008000000000000000c00000000000000180118021a130a086c6f73733a73756d110000000000000440"
 )
 SAMPLES = "0a1608011208050000002c0100001a08000000bf000080be12080000c07f000080bf"
-
-
-# ---- bytes
 
 
 def test_a_request_is_read_as_the_sdk_wrote_it():
@@ -82,9 +74,6 @@ def test_garbage_is_refused_and_nothing_else():
         wire.wire_message("Request", b"\x1a\xff\xff\xff\xff\x0f")
     with pytest.raises(BadCall, match="sparse"):
         wire.data_of(wire.wire_message("Request", bytes.fromhex("1a0a12080a01611203120100")))
-
-
-# ---- turns
 
 
 def test_sessions_take_turns_and_a_models_requests_keep_their_order():
@@ -315,9 +304,6 @@ def test_a_number_belongs_to_one_request(tmp_path):
         assert several == [f"{model}:{number}" for number in (2, 3, 4, 5)]
 
 
-# ---- a damaged folder
-
-
 def test_a_record_of_another_version_is_one_line(tmp_path):
     store = Store(tmp_path / "a")
     store.accept("a:train:0", 0, "create_model", b"{}")
@@ -328,9 +314,6 @@ def test_a_record_of_another_version_is_one_line(tmp_path):
     with pytest.raises(StoreDamaged, match="is not as expected; .*another version of this server") as raised:
         Store(tmp_path / "a")
     assert "\n" not in str(raised.value)
-
-
-# ---- a full disk
 
 
 def test_a_full_disk_is_said_in_words_and_loses_nothing(tmp_path, capfd):
@@ -368,21 +351,14 @@ def test_a_full_disk_is_said_in_words_and_loses_nothing(tmp_path, capfd):
         assert json.loads(client.result(step)) == {"metrics": {"weight": 2.0 + 5}}
 
 
-# ---- bodies wider than float and UTF-8
-
-
 POSTS = {
-    "client/config": {},
     "create_session": {},
-    "session_heartbeat": {"session_id": "?"},
     "create_sampling_session": {"session_id": "?", "sampling_session_seq_id": 0, "base_model": "bundled"},
     "create_model": {"session_id": "?", "model_seq_id": 1, "base_model": "bundled", "lora_config": {"rank": 2}},
-    "get_info": {"model_id": "?"},
     "optim_step": {"model_id": "?", "seq_id": 1, "adam_params": {"learning_rate": 1.0}},
     "save_weights": {"model_id": "?", "seq_id": 1, "path": "a"},
     "save_weights_for_sampler": {"model_id": "?", "seq_id": 1, "sampling_session_seq_id": 1},
     "load_weights": {"model_id": "?", "seq_id": 1, "path": "tinker://a"},
-    "weights_info": {"tinker_path": "tinker://a"},
     "asample": {
         "sampling_session_id": "?",
         "seq_id": 0,
@@ -494,112 +470,36 @@ def trainer():
         yield trainer
 
 
-def new_client(trainer, is_full: bool):
-    return trainer.full() if is_full else trainer.adapter(rank=RANK, seed=SEED, targets=TARGETS)
+def new_client(trainer, base: str):
+    return trainer.full() if base == "bundled:full" else trainer.adapter(rank=RANK, seed=SEED, targets=TARGETS)
 
 
 @pytest.mark.parametrize("base", ["bundled", pytest.param("bundled:full", marks=pytest.mark.wide)])
-def test_a_loop_over_http_is_the_loop_in_python(trainer, base, tmp_path):
-    is_full = base.endswith(":full")
-    expected = looped(trainer, is_full, 2, tmp_path / "mine")
-    # Of all weights there is one client at a time.
-    with listening(tmp_path / "state", trainer) as (http, server):
-        face = OverHttp(http, base)
-        assert loop(face, 2) == expected
-        checkpoint = server.store.get("checkpoint", face.save())
-        server.worker.live.forget(face.model)
-    assert_same(trainer, is_full, tmp_path / "mine", tmp_path / "state" / checkpoint.file)
-
-
-def looped(trainer, is_full: bool, steps: int, saved: Path) -> list:
-    """What the loop gives in Python; its last checkpoint is saved."""
-    client = new_client(trainer, is_full)
-    found = loop(InPython(client), steps)
-    client.save(saved)
+def test_a_loop_over_http_is_the_loop_in_python_though_its_server_dies(trainer, base, tmp_path):
+    """After the first step another server takes the folder as it is at that moment."""
+    client = new_client(trainer, base)
+    expected = loop(InPython(client), 2)
+    client.save(tmp_path / "mine")
     client.close()
-    return found
+    with ExitStack() as servers:
+        http, first = servers.enter_context(listening(tmp_path / "first", trainer))
+        face = OverHttp(http, base)
 
+        def dies(step: int) -> None:
+            if step == 0:
+                shutil.copytree(tmp_path / "first", tmp_path / "state")
+                # Of all weights there is one client at a time.
+                first.worker.live.forget(face.model)
+                face.client, others[0] = servers.enter_context(listening(tmp_path / "state", trainer))
 
-def assert_same(trainer, is_full: bool, *folders: Path) -> None:
-    """That step, weights and optimizer of two checkpoints are the same to the bit."""
+        others = [None]
+        assert loop(face, 2, dies) == expected
+        checkpoint = others[0].store.get("checkpoint", face.save())
+        others[0].worker.live.forget(face.model)
     both = []
-    for folder in folders:
-        client = new_client(trainer, is_full)
+    for folder in (tmp_path / "mine", tmp_path / "state" / checkpoint.file):
+        client = new_client(trainer, base)
         client.load(folder)
         both.append([np.asarray(x) for x in jax.tree.leaves(client.state)])
         client.close()
     assert len(both[0]) == len(both[1]) > 0 and all(map(np.array_equal, *both))
-
-
-class Process:
-    """`tunix-lite serve api=tinker` on a folder, which can be killed and started again at the same address."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.port = free_port()
-        self.starts = 0
-        self.start()
-
-    def start(self) -> None:
-        self.starts += 1
-        command = ["-m", "tunix_lite", "serve", "api=tinker", "served_name=bundled", f"port={self.port}", *TINY]
-        command += [f"generation.{name}={value}" for name, value in LENGTHS.items()]
-        command += [f"state_folder={self.folder}", f"hydra.run.dir={self.folder.parent}/hydra"]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        with open(self.folder.with_suffix(".log"), "a") as log:
-            self._process = subprocess.Popen([sys.executable, *command], stderr=log, env=environment)
-
-    def kill(self) -> None:
-        """SIGKILL: it can write nothing more."""
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def client(self) -> Client:
-        return Client(f"http://127.0.0.1:{self.port}", patience=120.0)
-
-
-class Killing(Client):
-    """Kills the server a moment after it has begun certain calls, and starts it again."""
-
-    def __init__(self, process: Process, seed: int):
-        super().__init__(process.client.address, patience=120.0)
-        draw = random.Random(seed)
-        self.process = process
-        self.calls = 0
-        # A loop of six steps has about 60 calls.
-        self.places = {draw.randrange(5, 30): draw.uniform(0, 0.03), draw.randrange(35, 60): draw.uniform(0, 0.03)}
-        self.threads = []
-
-    def call(self, *arguments, **settings):
-        self.calls += 1
-        if self.calls in self.places:
-            self.threads.append(threading.Thread(target=self._kill, args=[self.places[self.calls]]))
-            self.threads[-1].start()
-        return super().call(*arguments, **settings)
-
-    def _kill(self, delay: float) -> None:
-        time.sleep(delay)
-        self.process.kill()
-        self.process.start()
-
-
-@pytest.mark.wide
-def test_a_server_killed_twice_in_a_loop_changes_no_bit(trainer, tmp_path):
-    expected = looped(trainer, False, 6, tmp_path / "mine")
-    process = Process(tmp_path / "state")
-    http = Killing(process, seed=0)
-    try:
-        face = OverHttp(http)
-        found = loop(face, 6)
-        path = face.save()
-        for thread in http.threads:
-            thread.join()
-        assert process.starts == 3
-    finally:
-        process.kill()
-    assert found == expected
-    store = Store(tmp_path / "state")
-    file = store.get("checkpoint", path).file
-    store.close()
-    assert_same(trainer, False, tmp_path / "mine", tmp_path / "state" / file)
