@@ -1,4 +1,4 @@
-"""Reward functions that fail, each where its completion says so. A worker imports this, so it imports little."""
+"""Reward functions that fail where their completion says so, or return more than a number. Workers import this."""
 
 import fcntl
 import os
@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from functools import partial
+
+from tunix_lite.rewards.scores import Score, no_answer
 
 FORKS = ("fork return", "fork raise", "fork exit", "fork exec")  # whose child comes back
 
@@ -173,3 +175,29 @@ def ranked(completions: list[str], example: dict) -> list[float]:
     order = sorted(completions, key=len)
     ranks = [order.index(completion) / max(len(order) - 1, 1) for completion in completions]
     return ranks[1:] if example.get("fails") == "count" else ranks
+
+
+# ---- more than plain numbers
+
+
+def of_text(completion: str, example: dict):
+    """`none`, `no answer`, `stopped`, or a number."""
+    if completion == "none":
+        return None
+    if completion == "no answer":
+        return no_answer("it holds no number")
+    if completion == "stopped":
+        return Score(0.25, "stopped", "its code took more than `seconds`")
+    return float(completion)
+
+
+def of_group(completions: list[str], example: dict) -> list:
+    return [of_text(completion, example) for completion in completions]
+
+
+def one(completion: str, example: dict) -> float:
+    return 1.0
+
+
+def as_it_is(completion: str) -> str:
+    return completion

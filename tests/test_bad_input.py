@@ -147,12 +147,3 @@ def test_a_plugin_of_another_version_is_named(monkeypatch):
     monkeypatch.setattr(check, "installed_version", versions.get)
     with pytest.raises(ValueError, match="jaxlib 0.10.2, jax-cuda12-plugin 0.9.0: they must be of one version"):
         check._versions()
-
-
-@pytest.mark.wide
-def test_processes_under_the_launcher_meet():
-    words = [sys.executable, "-m", "tunix_lite.launch", "--nprocs=2", "check", "devices=2"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 met in " in done.stdout and "right over 4 devices" in done.stdout
-    assert done.stdout.count("ok   versions") == 1

@@ -1,9 +1,8 @@
-"""The scripts of benchmarks/: the gate, the cells of accelerators, a GPU's parts, profiles, and the race of frameworks."""
+"""The scripts of benchmarks/: the gate, the cells of accelerators, a GPU's parts, and the race of frameworks."""
 
 import functools
 import importlib.util
 import json
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -34,11 +33,6 @@ Cell, TARGETS = accelerators.Cell, accelerators.TARGETS
 @pytest.fixture(scope="module")
 def gate():
     return script_of("gate")
-
-
-@pytest.fixture(scope="module")
-def step_profile():
-    return importlib.import_module("step_profile")
 
 
 # ---- the gate fails at what is worse, and says what to do
@@ -173,99 +167,12 @@ def test_programs_compile_in_which_every_two_settings_meet(target, tmp_path):
         compiles(target, cell, tmp_path)
 
 
-# ---- gpu.py keeps what its parts have found, whatever becomes of them
-
-
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    """The module, with parts of ours in place of the real ones."""
-    module = script_of("gpu")
-    script = tmp_path / "parts.py"
-    script.write_text(
-        "import sys\n"
-        'print(\'{"name": "first", "value": 1, "bound": 2, "ok": true}\', flush=True)\n'
-        "print('not a result', flush=True)\n"
-        "part = sys.argv[1]\n"
-        "if part == 'bf16': raise SystemExit('ran out of memory')\n"
-        'if part == \'memory\': print(\'{"name": "second", "ok": false}\')\n'
-    )
-    monkeypatch.setattr(module, "SCRIPT", script)
-    return module
-
-
-def run_parts(gpu, monkeypatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *arguments])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            gpu.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return ended.value.code, [json.loads(line) for line in (out / "gpu.jsonl").read_text().split("\n") if line]
-
-
-def test_a_part_that_fails_costs_only_itself(gpu, monkeypatch, tmp_path):
-    code, lines = run_parts(gpu, monkeypatch, tmp_path / "out", "--parts", "bf16", "memory", "device")
-    assert code == 1
-    assert [line["part"] for line in lines if line.get("name") == "first"] == ["bf16", "memory", "device"]
-    (failed,) = [line for line in lines if "failed" in line]
-    assert failed["part"] == "bf16" and "exit code 1" in failed["failed"] and "ran out of memory" in failed["failed"]
-    page = (tmp_path / "out" / "gpu.md").read_text()
-    assert page.count("|first|") == 3 and "**failed**" in page
-    assert "not a result" in (tmp_path / "out" / "device.out").read_text()
-
-
-def test_all_parts_together_stay_below_twenty_minutes(gpu):
+def test_all_parts_together_stay_below_twenty_minutes():
+    gpu = script_of("gpu")
     assert max(gpu.CHECKS.values()) + sum(gpu.TIMED.values()) + 10 < 1200
     assert gpu.TOTAL_SECONDS + 10 < 1200
     table = (BENCHMARKS / "gpu_parts.py").read_text().partition("\nPARTS = {\n")[2].partition("}")[0]
     assert set(gpu.SECONDS) == {line.split('"')[1] for line in table.splitlines() if '"' in line}
-
-
-# ---- what step_profile.py makes of a trace and of the text of a program
-
-
-UPDATE = """HloModule jit_update
-
-%fused.1 (x: f32[8,16], w: f32[16,4]) -> f32[8,4] {
-  %x = f32[8,16]{1,0} parameter(0)
-  %w = f32[16,4]{1,0} parameter(1)
-  %dot.1 = f32[8,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %tanh.1 = f32[8,4]{1,0} tanh(%dot.1)
-}
-
-%fused.2 (y: f32[8,4]) -> f32[8,4] {
-  %y = f32[8,4]{1,0} parameter(0)
-  ROOT %exponential.1 = f32[8,4]{1,0} exponential(%y)
-}
-
-ENTRY %main (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
-  %a = f32[8,16]{1,0} parameter(0)
-  %b = f32[16,4]{1,0} parameter(1)
-  %first = f32[8,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused.1
-  ROOT %second = f32[8,4]{1,0} fusion(%first), kind=kLoop, calls=%fused.2
-}
-"""
-
-
-def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
-    (tmp_path / "module_0001.jit_update.cpu_after_optimizations.txt").write_text(UPDATE)
-    # 2 microseconds each, one after the other, two times
-    spans = {
-        ("jit_update", name): [step_profile.Span(2000 * i + at, 2000 * (i + 1) + at, False) for at in (0, 50_000)]
-        for i, name in enumerate(("first", "second"))
-    }
-    found = {each.kernel.name: each for each in step_profile.found_operations(spans, tmp_path, repeats=2)}
-    labels = {name: each.label for name, each in found.items()}
-    assert labels == {"first": "matmul", "second": "attention, but its products"}
-    assert found["first"].shape == "8x16 · 16x4 -> 8x4"
-    assert found["first"].flops == 2 * 8 * 16 * 4 and found["first"].seconds == pytest.approx(2e-6)
-    assert found["first"].moved_bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
-    lines = step_profile.table_of_classes("update", 1e-5, [*found.values()], peak=1.0)
-    [*_, row] = step_profile.table_of_programs([("update", each) for each in found.values()], peak=1.0)
-    assert row == "| update | update | 0.0000 | 0.0 | 0 | 26% | 0.00 |"
-    # 1,024 FLOPs in 2 microseconds are 0.512 GFLOP/s
-    assert "| matmul | 0.0000 | 50.0% | 1 | 0.0 | 1 | 51% | 0.00 |" in lines
 
 
 # ---- the race against other frameworks

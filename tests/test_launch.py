@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from tunix_lite.distributed.process_place import (
     ProcessPlace,
     find_place,
 )
-from tunix_lite.settings.compose import compose, conf_dir
+from tunix_lite.settings.compose import compose
 
 CHILD = """
 import json, os, pathlib, signal, sys, time
@@ -297,15 +296,10 @@ def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_
         join.tell_launcher(launch, {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0"), "WORLD_SIZE": "2"})
 
 
-def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatch):
-    shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(command_line, "conf_dir", lambda: tmp_path / "conf")
-    main = tmp_path / "conf" / "config.yaml"
-    main.write_text(main.read_text().replace("tunix_lite  #", "other  #"))
-    assert command_line.project_name([]) == "other" and command_line.project_name(["++project_name='x y'"]) == "x y"
-
-
-def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
+def test_the_folder_is_named_as_conf_or_a_setting_says_and_hydra_reads_odd_characters():
+    assert (
+        command_line.project_name([]) == "tunix_lite" and command_line.project_name(["++project_name='x y'"]) == "x y"
+    )
     (word,) = command_line.in_folder("outputs/it's, 1", [])
     assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
