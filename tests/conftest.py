@@ -151,8 +151,8 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: bool) -> tuple:
-    """(tokens, log-probabilities, those under the full distribution) of three decode steps of slots that hold random
+def decode_random(cfg: Architecture, **how: bool) -> tuple:
+    """(tokens, log-probabilities, those under the full distribution) of three decode steps of four slots that hold random
     hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
     rng = np.random.default_rng(0)
 

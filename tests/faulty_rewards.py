@@ -120,8 +120,8 @@ def now_and_then(completion: str, example: dict) -> float:
     return FAILS[("raise", "nan", "segfault")[dice]]() if dice < 3 else -float(len(completion))
 
 
-def length(completion: str, example: dict, times: float = 1.0) -> float:
-    return times * len(completion)
+def length(completion: str, example: dict) -> float:
+    return float(len(completion))
 
 
 def shown(completion: str) -> str:

@@ -80,7 +80,6 @@ def test_a_process_finds_its_place(settings, environ, place):
     assert find_place(LaunchConfig(**settings), environ) == place
 
 
-ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 to N-1 belong together"
 NO_PORT = "is not a port: it is a number from 1 to 65535, as in 192.168.1.10:29500"
 EXPORT = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
 

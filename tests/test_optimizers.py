@@ -131,10 +131,10 @@ def run(cfg, steps=3, table=TABLE):
     return flat(params)
 
 
-def newton_schulz(matrix, steps=5):
+def newton_schulz(matrix):
     """Keller Jordan's iteration: X <- a X + (b A + c A A) X with A = X X^T."""
     x = matrix / (np.linalg.norm(matrix) + 1e-8)
-    for _ in range(steps):
+    for _ in range(5):
         a = x @ x.T
         x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
     return x

@@ -76,13 +76,10 @@ def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_
 # ---- which one it is, and what is kept of it
 
 
-def asked(reference=True, force=False, adapter=None):
-    lora = LoraConfig(adapter=adapter)
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(needs=Needs(reference=reference)),
-        resume=SimpleNamespace(force=force),
-        model=ModelConfig("bundled", lora=lora),
-    )
+def asked(reference=True, adapter=None):
+    algorithm = SimpleNamespace(needs=Needs(reference=reference))
+    model = ModelConfig("bundled", lora=LoraConfig(adapter=adapter))
+    return SimpleNamespace(algorithm=algorithm, resume=SimpleNamespace(force=False), model=model)
 
 
 ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))

@@ -57,12 +57,25 @@ from tunix_lite.workers.pool import Pool, RewardsConfig, check_portable
 ZERO = RewardsConfig("zero", timeout=0.5)
 FOLDERS = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
 WITH_TESTS = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
-METRICS = {
-    "error": "rewards/errors",
-    "timeout": "rewards/timeouts",
-    "crash": "rewards/crashes",
-    "not_number": "rewards/not_numbers",
-}
+NAMES = {"error": "errors", "timeout": "timeouts", "crash": "crashes", "not_number": "not_numbers"}
+
+
+class Words:
+    """A tokenizer whose token i is the whole of text i."""
+
+    pad_id = 0
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def decode(self, tokens):
+        return self.texts[tokens[0]]
+
+    def special_in(self, text):
+        return []
+
+    def prompt(self, asked):
+        return [0]
 
 
 def judge(texts, examples=None, say=lambda text: None, settings=ZERO, num_generations=None, **functions):
@@ -84,12 +97,12 @@ def said(count: int) -> Rollout:
 
 
 def counts(graded) -> dict:
-    return {kind: graded.metrics[name] for kind, name in METRICS.items()}
+    return {kind: graded.metrics[f"rewards/{name}"] for kind, name in NAMES.items()}
 
 
-def are_gone(pids, seconds=20.0) -> bool:
+def are_gone(pids) -> bool:
     """Whether they end in time. One that nobody has waited for yet has ended, too."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not any(runs(pid) for pid in pids):
             return True
@@ -119,15 +132,13 @@ def test_a_failure_counts_as_what_it_is_and_touches_no_other_completion(kind):
     np.testing.assert_array_equal(graded.correct, [False, True, True] * len(words))
     assert graded.metrics["rewards/dropped"] == 0 and not graded.dropped.any()
     (line,) = lines
-    expected = (
-        f"rewards that failed, of {len(texts)} completions: {METRICS[kind].removeprefix('rewards/')} {len(words)}; "
-    )
-    assert line.startswith(f"{expected}the first: reward 'faulty' ")
+    failed = f"{NAMES[kind]} {len(words)}"
+    assert line.startswith(f"rewards that failed, of {len(texts)} completions: {failed}; the first: reward 'faulty' ")
 
 
 def test_what_is_a_number_is_taken_as_one(capfd):
-    words = {"numpy": 0.5, "true": 1.0, "print": 1.0}
-    words |= {"thread": 1.0, "stubborn thread": 1.0, "good": 4.0}
+    words = {"numpy": 0.5, "true": 1.0, "print": 1.0, "thread": 1.0, "stubborn thread": 1.0}
+    words |= {"fork and run": 2.0, "fork and stay": 2.0, "good": 4.0}  # their children do not come back
     graded = judge(list(words), settings=RewardsConfig("raise", 20.0))
     np.testing.assert_array_equal(graded.rewards, list(words.values()))
     assert counts(graded) == dict.fromkeys(KINDS, 0)
@@ -143,12 +154,6 @@ def test_after_a_fork_no_completion_gets_the_reward_of_another(word):
         found = [future.result() for future in futures]
     assert [one["negative"] for one in found] == [("", -float(len(text))) for text in texts]
     assert [one["once"] for one in found] == [("", float(i + 1)) for i in range(96)]
-
-
-def test_a_child_that_does_not_come_back_is_no_failure():
-    with closing(Pool({"r": faulty}, RewardsConfig("zero", timeout=20.0))) as pool:
-        for word, value in (("fork and run", 2.0), ("fork and stay", 2.0), ("good", 4.0)):
-            assert pool.submit(word, {}).result() == {"r": ("", value)}
 
 
 def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(tmp_path):
@@ -176,7 +181,7 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(tmp_path):
     [
         (
             "raise",
-            r"reward 'faulty' failed with KeyError: 'missing' \(faulty_rewards.py, line \d+\) for the completion 'raise'",
+            r"reward 'faulty' failed with KeyError: 'missing' \(faulty_rewards.py, line \d+\) for the completion",
         ),
         ("loop", r"reward 'faulty' took more than rewards.timeout=0.5 seconds for the completion 'loop'"),
         ("segfault", r"reward 'faulty' ended its process with SIGSEGV for the completion 'segfault'"),
@@ -188,9 +193,8 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(tmp_path):
     ],
 )
 def test_raise_stops_with_the_name_of_the_culprit_and_the_remedy(word, message):
-    with pytest.raises(
-        ValueError, match=f"^{message}.*; rewards.on_error=zero or drop continues without it$"
-    ) as failed:
+    remedy = "; rewards.on_error=zero or drop continues without it$"
+    with pytest.raises(ValueError, match=f"^{message}.*{remedy}") as failed:
         judge(["good", word, "better"], settings=RewardsConfig("raise", 0.5))
     assert "\n" not in str(failed.value)
 
@@ -239,10 +243,8 @@ def test_an_evaluation_counts_and_says_its_failures():
         seen = evaluate(policy, task, None, task.held_out(4), None).metrics
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5
     assert len(lines) == 1
-    with (
-        task_of(texts).with_workers(RewardsConfig("raise"), print) as task,
-        pytest.raises(RunFailed, match="^evaluation: rew"),
-    ):
+    raises = pytest.raises(RunFailed, match="^evaluation: rew")
+    with task_of(texts).with_workers(RewardsConfig("raise"), print) as task, raises:
         evaluate(policy, task, None, task.held_out(4), None)
 
 
@@ -285,10 +287,7 @@ REMEDY = "put it at the top of a module of its own; or rewards.workers=0 runs re
 
 @pytest.mark.parametrize(
     "fn, why",
-    [
-        (bound_nameless, "<lambda>"),
-        (of_this_program, "of_this_program is defined in __main__"),
-    ],
+    [(bound_nameless, "<lambda>"), (of_this_program, "of_this_program is defined in __main__")],
 )
 def test_what_a_worker_cannot_be_given_is_refused_at_once_with_the_remedy(fn, why):
     with pytest.raises(ValueError, match=f"^reward 'mine': .*{why}.*{REMEDY}"):
@@ -453,32 +452,9 @@ def test_two_processes_share_groups_and_completions():
 # ---- what a reward may say beside a number: None, a Score with a reason
 
 
-class Words:
-    """A tokenizer whose token i is the whole of text i."""
-
-    pad_id = 0
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def decode(self, tokens):
-        return self.texts[tokens[0]]
-
-    def special_in(self, text):
-        return []
-
-    def prompt(self, asked):
-        return [0]
-
-
-def grade(texts, settings, rewards, examples=None, G=None):
-    """What a task says of completions of one token each."""
-    source = SimpleNamespace(train=[{}], held_out=[{}] * len(texts))
-    task = Task(TaskConfig(source, "", rewards, one, as_it_is), Words(texts), 1, 8)
-    ones = np.ones((len(texts), 1), bool)
-    rollout = Rollout(np.arange(len(texts))[:, None], ones, ones, ones * 0.0, np.ones(len(texts)), ones * 0.0)
-    with task.with_workers(settings, lambda text: None) as task:
-        return task.grade(examples or [{}] * len(texts), rollout, G or len(texts))
+def grade(texts, settings, rewards, G=None):
+    functions = {"rewards": rewards, "correct": one, "extract": as_it_is}
+    return judge(texts, settings=settings, num_generations=G, **functions)
 
 
 def noted(graded) -> dict:
@@ -490,9 +466,8 @@ def test_a_score_is_its_number_and_survives_its_ways():
     assert score == 0.25 and score + 1 == 1.25 and isinstance(score, float) and json.dumps(score) == "0.25"
     for copy in (pickle.loads(pickle.dumps(score)), from_json(json.loads(json.dumps(to_json(score))))):
         assert copy == 0.25 and (copy.kind, copy.why) == ("stopped", "why")
-    values = [1.0, None, no_answer("x")]
-    found = from_json(json.loads(json.dumps(to_json(values))))
-    assert found == values and found[2].why == "x"
+    found = from_json(json.loads(json.dumps(to_json([1.0, None, no_answer("x")]))))
+    assert found == [1.0, None, 0.0] and found[2].why == "x"
     with pytest.raises(ValueError, match="kind='other'; it is no_answer or stopped"):
         Score(0, "other", "why")
 
@@ -508,12 +483,11 @@ def test_what_kept_a_completion_from_more_is_counted_and_is_no_failure(workers, 
     assert graded.metrics["reward/r"] == 1.25 / 4
 
 
-@pytest.mark.parametrize("is_group", [False, True])
-def test_none_is_an_error_unless_it_is_asked_for(is_group):
-    reward = {"r": Reward(of_group if is_group else of_text, group=is_group)}
+def test_none_is_an_error_unless_it_is_asked_for():
+    reward = {"r": Reward(of_group, group=True)}
     with pytest.raises(ValueError, match="reward 'r' is None, not a number,"):
         grade(["1", "none"], RewardsConfig(workers=0), reward)
-    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, examples=[{"a": 1}, {"a": 2}], G=1)
+    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, G=1)
     np.testing.assert_array_equal(graded.rewards, [1, 0])
     assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
 
