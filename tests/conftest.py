@@ -161,20 +161,22 @@ def decode_random(cfg: Architecture, **how: bool) -> tuple:
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
-    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
+    spec = SamplerSpec(
+        cfg, GenerationConfig(4, 8), (last,), 0, jnp.float32, 3, interpret=how.get("fused", False), **how
+    )
     programs = Programs(spec)
-    empty = programs.make_slots(slots)
+    empty = programs.make_slots(4)
 
     def at_home(x, like: jax.Array) -> jax.Array:
         return jax.device_put(x, like.sharding)
 
     filled = empty.replace(
-        hidden=at_home(jnp.asarray(normal(empty.hidden, 1.0), dtype), empty.hidden),
-        keys=at_home(jax.random.split(jax.random.key(3), slots), empty.keys),
-        limits=at_home(np.full(slots, 9, np.int32), empty.limits),
-        running=at_home(np.full(slots, True), empty.running),
+        hidden=at_home(normal(empty.hidden, 1.0), empty.hidden),
+        keys=at_home(jax.random.split(jax.random.key(3), 4), empty.keys),
+        limits=at_home(np.full(4, 9, np.int32), empty.limits),
+        running=at_home(np.full(4, True), empty.running),
     )
-    _, chunk = programs.decode(filled, decoder.per_layer_params(params, cfg, dtype), np.float32(0.8))
+    _, chunk = programs.decode(filled, decoder.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
     return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs))
 
 
