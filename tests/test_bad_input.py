@@ -109,17 +109,10 @@ def test_a_process_is_found_while_the_kernel_still_loads_its_program():
 ROOT = Path(__file__).parents[1]
 
 
-def run(*words: str, before: str = "pass") -> subprocess.CompletedProcess:
-    """The command in a process of its own, which it ends."""
-    code = f"{before}\nfrom tunix_lite.commands import check\nimport sys\nsys.argv[0] = 'check'\ncheck.main()"
-    call = [sys.executable, "-c", code, *words]
-    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-
-def test_the_command_of_the_page_runs_and_four_pretend_devices_sum():
-    done = run("devices=4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+def test_the_command_of_the_page_runs_and_four_pretend_devices_sum(tmp_path):
+    done = called(["check", "devices=4"], tmp_path)
+    assert done.code == 0, done
+    lines = done.out.splitlines()
     assert all(line.startswith("ok   ") for line in lines)
     assert "4 x cpu" in lines[1] and "right over 4 devices" in lines[-1]
     page = (ROOT / "docs/guide/check.md").read_text()
@@ -137,7 +130,9 @@ def test_a_sum_that_is_wrong_is_seen(monkeypatch):
 
 def test_a_device_that_hangs_is_a_line_after_the_time_out():
     began = time.monotonic()
-    done = run("devices=1", "timeout=1", before="import jax, time; jax.devices = lambda: time.sleep(600)")
+    code = "import jax, sys, time; jax.devices = lambda: time.sleep(600)\nfrom tunix_lite.commands import check\n"
+    call = [sys.executable, "-c", f"{code}sys.argv[0] = 'check'\ncheck.main()", "devices=1", "timeout=1"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert time.monotonic() - began < 60 and done.returncode == 1
     assert "FAIL devices    no answer in 1 s\n                -> end the program that holds" in done.stdout
 

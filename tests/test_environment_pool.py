@@ -294,6 +294,10 @@ def no_hint(x) -> int:
     """Double it."""
 
 
+def many(*x: int) -> int:
+    """Add them."""
+
+
 def a_set(x: set[int]) -> int:
     """Add them."""
 
@@ -303,6 +307,7 @@ def a_set(x: set[int]) -> int:
     [
         (no_docstring, "the tool no_docstring has no docstring"),
         (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
+        (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
         (a_set, "the tool a_set: x has the type set"),
         (lambda x: x, "a tool is called '<lambda>'"),
     ],

@@ -129,23 +129,23 @@ def rows_and_entropy(done: StepDone) -> dict:
     return {"my/rows": len(batch.tokens), "my/entropy": done.learned["train/entropy"], "my/step": done.state.step}
 
 
-def test_an_observer_named_in_the_settings_adds_its_numbers_to_every_step(tmp_path):
-    named = f"+tracking.observers.mine={{_target_: {__name__}.rows_and_entropy}}"
-    train(compose([*SHORT, "training.max_steps=2", "evaluation.num_examples=0", named]), tmp_path)
-    assert [(row["my/rows"], row["my/step"]) for row in lines(tmp_path)] == [(16, 1), (16, 2)]
-    assert all(row["my/entropy"] == pytest.approx(row["train/entropy"]) for row in lines(tmp_path))
-
-
 def fails_in_step_2(done: StepDone) -> dict:
-    return {"my/number": 1.0 if done.step < 2 else "none"}
+    return {"other/number": 1.0 if done.step < 2 else "none"}
 
 
-def test_a_run_whose_observer_fails_keeps_its_last_step(tmp_path):
-    named = f"+tracking.observers.mine={{_target_: {__name__}.fails_in_step_2}}"
-    with pytest.raises(RunFailed, match="^tracking.observers.mine: my/number is str"):
-        train(compose([*SHORT, "training.save_interval_steps=0", "evaluation.num_examples=0", named]), tmp_path)
+def test_an_observer_adds_its_numbers_and_a_run_whose_observer_fails_keeps_its_last_step(tmp_path):
+    named = [
+        f"+tracking.observers.{name}={{_target_: {__name__}.{name}}}"
+        for name in ("rows_and_entropy", "fails_in_step_2")
+    ]
+    settings = [*SHORT, "training.save_interval_steps=0", "evaluation.num_examples=0", *named]
+    with pytest.raises(RunFailed, match="^tracking.observers.fails_in_step_2: other/number is str"):
+        train(compose(settings), tmp_path)
+    first, second = lines(tmp_path)
+    assert (first["my/rows"], first["my/step"], first["other/number"]) == (16, 1, 1.0)
+    assert first["my/entropy"] == pytest.approx(first["train/entropy"])
+    assert second["step"] == 2 and "other/number" not in second
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
-    assert [row["step"] for row in lines(tmp_path)] == [1, 2] and "my/number" not in lines(tmp_path)[1]
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
 
 

@@ -312,8 +312,13 @@ def test_serve_says_what_it_cannot_do(model):
         live_engine(model, GenerationConfig(64, 48, repetition_penalty=1.1), RolloutConfig())
     with pytest.raises(ValueError, match="rollout.kernels=fused: each request says what is cut off"):
         live_engine(model, GENERATION, RolloutConfig(kernels="fused"))
-    with pytest.raises(ValueError, match="port=70000"):
-        ServeConfig(port=70000)
+    for wrong, message in (
+        ({"port": 70000}, "port=70000"),
+        ({"api": "other"}, "there is openai and tinker"),
+        ({"api": "tinker", "checkpoint": "outputs/latest"}, "starts from model.weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServeConfig(**wrong)
     with pytest.raises(ConfigError, match="api_key_variable=NO_SUCH_KEY"):
         serve_model(None, ServeConfig(api_key_variable="NO_SUCH_KEY"))
     # A port that is taken is told before a model is loaded: there is no run to load one of.
