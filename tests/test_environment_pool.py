@@ -223,20 +223,6 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
             pool.step(0, "raise").result()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_turns": 0}, "max_turns=0"),
-        ({"credit": "discount", "discount": 1.5}, "from 0 to 1"),
-        ({"limit_reward": -1.0}, "on_limit=penalise alone"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(settings, message):
-    with pytest.raises(ValueError, match="=") as caught:
-        ConversationConfig(**settings)
-    assert message in str(caught.value)
-
-
 # ---- tools: schemas from type hints, calls as each family writes them, errors as observations, and the bundled ones
 
 
@@ -410,15 +396,18 @@ def test_a_budget_of_calls_ends_the_conversation():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "settings", "message"),
     [
-        ({"tools": ()}, "tools is empty"),
-        ({"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
+        (ToolEnvironment, {"tools": ()}, "tools is empty"),
+        (ToolEnvironment, {"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
+        (ConversationConfig, {"max_turns": 0}, "max_turns=0"),
+        (ConversationConfig, {"credit": "discount", "discount": 1.5}, "from 0 to 1"),
+        (ConversationConfig, {"limit_reward": -1.0}, "on_limit=penalise alone"),
     ],
 )
-def test_settings_of_tools_that_cannot_be_meant_are_refused(settings, message):
+def test_settings_that_cannot_be_meant_are_refused(make, settings, message):
     with pytest.raises(ValueError, match=message):
-        ToolEnvironment(**settings)
+        make(**settings)
 
 
 def test_tools_are_called_in_a_worker_process():

@@ -12,7 +12,6 @@ from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import last_integer
 from tunix_lite.environments.guessing import GuessingGame, Secrets, is_secret
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
@@ -294,19 +293,6 @@ def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):
 
 
 # ---- the bundled game
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("12 + 3 = 15\nThe answer is -7.", -7),
-        ("I say **9**!", 9),
-        ("", None),
-        ("9" * 4000, None),
-    ],
-)
-def test_the_guess_is_the_last_whole_number(text, number):
-    assert last_integer(text) == number
 
 
 def played(environment, example, completions):

@@ -20,7 +20,7 @@ from tunix_lite.rewards.scores import CompletionText, Score, from_json, number
 from tunix_lite.rewards.similarity import RougeL, common_length
 from tunix_lite.rewards.text import Matches, Repetition, Tags, TargetLength
 from tunix_lite.settings.compose import compose
-from tunix_lite.tasks.puzzles.countdown import Countdown, reaches_target
+from tunix_lite.tasks.puzzles.countdown import reaches_target
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 SCORERS = {
@@ -305,13 +305,3 @@ def test_problems_are_right_and_the_held_out_ones_are_never_trained_on():
     few = compose(["task=countdown", "task.source.max_value=9", "task.source.max_numbers=3"]).task.source
     assert not {few.train[i]["question"] for i in range(400)} & {few.held_out[i]["question"] for i in range(200)}
     assert held_out[0]["question"] not in {e["question"] for e in train}
-
-
-def test_settings_that_leave_too_little_are_named():
-    for settings, says in (
-        ({"min_numbers": 9}, "min_numbers=9, max_numbers=4: need 2 <= min_numbers <= max_numbers"),
-        ({"max_numbers": 9}, "max_numbers=9 must be at most 8"),
-    ):
-        with pytest.raises(ValueError) as failed:
-            Countdown(**settings)
-        assert says in str(failed.value)

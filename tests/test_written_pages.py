@@ -1,4 +1,4 @@
-"""Pages and pictures of the documentation are what their scripts write today; pictures can be read in light and dark."""
+"""Pages and pictures of the documentation are what their scripts write today."""
 
 import importlib
 import re
@@ -20,35 +20,6 @@ def test_pictures_are_what_the_scripts_draw(monkeypatch):
     drawn = importlib.import_module("make").pictures()
     assert len(drawn) >= 10
     assert {file.stem: file.read_text() for file in PICTURES} == drawn, "python docs/drawings/make.py"
-
-
-def luminance(colour: str) -> float:
-    """WCAG 2.2 relative luminance of #rgb or #rrggbb."""
-    digits = colour[1:] if len(colour) == 7 else "".join(c * 2 for c in colour[1:])
-    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def fills(rules: str) -> dict[str, str]:
-    return dict(re.findall(r"(?:^|[}\n])(text|\.\w+)\{[^}]*?fill:(#[0-9a-f]+)", rules))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_on_every_ground(scheme, monkeypatch):
-    """WCAG AA asks for 4.5 between text and what is behind it."""
-    monkeypatch.syspath_prepend(DOCS / "drawings")
-    light, _, dark = importlib.import_module("svg").STYLE.partition("@media(prefers-color-scheme:dark){")
-    colours = fills(light) | (fills(dark) if scheme == "dark" else {})
-    for ground in (".card", ".soft", ".a", ".b", ".c", ".d", ".e"):
-        assert contrast(colours["text"], colours[ground]) >= 4.5, ground
-    for words in (".dim", ".ta", ".tb", ".tc", ".td"):
-        assert contrast(colours[words], colours[".card"]) >= 4.5, words
 
 
 def test_a_picture_says_in_words_what_it_shows_and_keeps_inside_its_card():
