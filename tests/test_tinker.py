@@ -458,8 +458,6 @@ def test_a_second_server_on_the_folder_is_refused(tmp_path):
 # ---- a loop over HTTP gives the numbers of the same loop in Python, bit for bit, also when the server is killed in it
 
 
-pytest.importorskip("aiohttp")
-
 TINY = [*OF_A_TRAINER, ONE, "rollout.num_slots=4", "rollout.chunk=4"]
 LENGTHS = {"max_prompt_length": 16, "max_new_tokens": 16}
 
