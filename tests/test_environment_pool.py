@@ -357,10 +357,8 @@ def test_a_conversation_with_tools_by_hand():
     environment = ToolEnvironment((weather, calculator), reward=is_seven, max_calls=3)
     environment.reset({})
     turn = environment.step(call("weather", city="Ulm") + call("calculator", expression="3 + 4"))
-    assert turn.observation == [
-        {"role": "tool", "name": "weather", "content": "Ulm: 21 C"},
-        {"role": "tool", "name": "calculator", "content": "7"},
-    ]
+    said = [(one["role"], one["name"], one["content"]) for one in turn.observation]
+    assert said == [("tool", "weather", "Ulm: 21 C"), ("tool", "calculator", "7")]
     assert (turn.reward, turn.done) == (0.0, False)
     assert turn.info == {"tool_calls": 2, "tool_errors": 0, "called_a_tool": True}
     turn = environment.step("It is 7.")

@@ -62,13 +62,6 @@ def test_the_schedule_spans_the_run(schedule, warmup):
     assert np.flatnonzero(seen == 1).tolist() == [max(warmup, 1) - 1]
 
 
-def test_a_decay_after_a_warm_up_is_that_of_transformers_by_its_formula():
-    """get_linear_schedule_with_warmup(w, T + 1), an update later: its first has rate 0, ours 1/w."""
-    w, T = 4, 10
-    theirs = [s / w if s < w else (T + 1 - s) / (T + 1 - w) for s in range(1, T + 1)]
-    np.testing.assert_allclose(rates(T, schedule="linear", warmup_steps=w), theirs, atol=1e-6)
-
-
 def test_the_chain_equals_adamw_in_float64():
     cfg = OptimizerConfig(learning_rate=0.1, schedule="linear", weight_decay=0.3, max_grad_norm=1.0, beta2=0.9)
     optimizer = make_optimizer(cfg, max_steps=5)
