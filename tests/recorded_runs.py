@@ -84,9 +84,13 @@ RUNS = {
     "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
     "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
+    "killed_carry": Run((*BASE, "rollout.overlap=carry", MESH_2X2), kill=True),
+    "killed_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2), kill=True),
+    "overlap_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2)),
     "two_processes": Run((*BASE, MESH_2X2), processes=2),
 }
-TWINS = [("killed_and_resumed", "grpo_2x2")]  # runs that must end with the same metrics and the same checkpoint
+TWINS = [("killed_and_resumed", "grpo_2x2"), ("killed_carry", "overlap_carry"), ("killed_one_step", "overlap_one_step")]
+# Runs that must end with the same metrics and the same checkpoint
 
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
 FILE_NAMES = [  # parts of file names that are another one each time
