@@ -11,7 +11,6 @@ import pytest
 from tunix_lite import __main__ as entry
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands import program, train
-from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import compose_values
 
@@ -97,12 +96,6 @@ def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):
 def test_a_word_that_hydra_refuses_is_one_line_with_what_to_write(monkeypatch, capsys, words, message):
     code, out, err = said(monkeypatch, capsys, program_main, *words)
     assert code == 2 and not out and message in err and err.count("\n") == 1, err
-
-
-def test_a_closed_screen_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    with as_long_as_read():
-        sys.stdout.write("nobody reads it")
 
 
 def test_choices_stand_in_the_help_of_what_has_them():
