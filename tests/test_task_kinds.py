@@ -412,8 +412,6 @@ def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():
     for example in train[:60]:
         assert task.correct(example["completion"], example) == 1
         assert task.correct("<answer>no</answer>", example) == 0
-    simple = next(e for e in train if e["task"] == "basic_arithmetic")
-    assert len([w for w in simple["question"].split() if w.strip(".").isdigit()]) <= 2
     for override, says in (
         ("task.source.tasks=[nothing]", "reasoning-gym refuses nothing"),
         ("task.source.weights=[1,2]", r"weights=\[1.0, 2.0\]: one above 0 for each of 1 tasks"),

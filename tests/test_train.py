@@ -397,14 +397,7 @@ def test_other_settings_leave_no_mark_before_they_have_a_checkpoint(finished, tm
         train(compose([*SHORT, "training.max_steps=6", "optimizer.max_grad_norm=0", "resume.force=true"]), folder)
     assert said_of_itself(folder) == before
 
-    def fails(*_):
-        raise ValueError("a reward of your own")
-
     forced = compose([*SHORT, "training.max_steps=5", "evaluation.num_examples=0", "seed=7", "resume.force=true"])
-    with monkeypatch.context() as patch, pytest.raises(RunFailed, match="^step 5: a reward of your own"):
-        patch.setattr(task_module.Grader, "results", fails)
-        train(forced, folder)
-    assert said_of_itself(folder) == before
     saved = []
     monkeypatch.setattr(Checkpoints, "save", lambda *_: saved.append(said_of_itself(folder)))
     train(forced, folder)
