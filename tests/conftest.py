@@ -3,11 +3,9 @@
 import gc
 import importlib.util
 import os
-import pickle
 import signal
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
@@ -30,13 +28,12 @@ os.environ["XLA_FLAGS"] = " ".join(
         ),
     ]
 )
+import composed_once  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from jax.experimental.compilation_cache import compilation_cache
-from omegaconf import omegaconf
 
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import attention, decoder, weights
@@ -54,27 +51,12 @@ EOS = (1, 3)
 USES_DISK = jax.config.jax_enable_compilation_cache
 
 
-def load_yaml(file, Loader):
-    """A file of conf/ is parsed once: composing settings is mostly that, and the suite does it a thousand times."""
-    if isinstance(file, str):
-        return yaml.load(file, Loader=Loader)
-    text = file.read()
-    if text not in PARSED:
-        file.seek(0)  # so that an error names the file
-        PARSED[text] = pickle.dumps(yaml.load(file, Loader=Loader))
-    return pickle.loads(PARSED[text])
-
-
 def pytest_collection_finish():
     """Modules and tests stay until the end, so the garbage collector need not walk through them again and again. With
     the usual bound of 700 new objects it takes a seventh of the suite."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
-
-
-PARSED: dict[str, bytes] = {}
-omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
 def set_mesh(fsdp: int, tp: int):

@@ -84,10 +84,17 @@ RUNS = {
     "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
     "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
+    "killed_carry": Run((*BASE, "rollout.overlap=carry", MESH_2X2), kill=True),
+    "killed_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2), kill=True),
+    "overlap_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2)),
     "two_processes": Run((*BASE, MESH_2X2), processes=2),
 }
-TWINS = [("killed_and_resumed", "grpo_2x2")]  # runs that must end with the same metrics and the same checkpoint
+# Runs that must end with the same metrics and the same checkpoint.
+TWINS = [("killed_and_resumed", "grpo_2x2"), ("killed_carry", "overlap_carry"), ("killed_one_step", "overlap_one_step")]
 
+FLAGS = "--xla_backend_optimization_level=0"  # compiling takes most of the time
+if version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
 FILE_NAMES = [  # parts of file names that are another one each time
     (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
@@ -120,18 +127,12 @@ def last_logged_step(folder: Path) -> int:
 def environment(devices: int) -> dict[str, str]:
     """Of every process: nothing of the caller's settings of JAX, XLA or a cluster, and no compilation cache."""
     ours = ("JAX_", "XLA_", "TUNIX_LITE_", "SLURM_", "PYTHON", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "RECORDED_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | fixed_environment() | {"JAX_NUM_CPU_DEVICES": str(devices)}
-
-
-def fixed_environment() -> dict[str, str]:
-    flags = ["--xla_backend_optimization_level=0"]  # compiling takes most of the time
-    if version("jaxlib").startswith("0.10."):
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return {
+    others = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return others | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": " ".join(flags),
+        "XLA_FLAGS": FLAGS,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONHASHSEED": "0",
         "COLUMNS": "120",
@@ -139,18 +140,14 @@ def fixed_environment() -> dict[str, str]:
     }
 
 
-def command(settings: tuple[str, ...], processes: int, folder: Path) -> list[str]:
-    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "run_training.py"), *settings, f"hydra.run.dir={folder}"]
-
-
-def started(settings: tuple[str, ...], processes: int, folder: Path, **variables: str) -> subprocess.Popen:
+def started(run: Run, folder: Path, **variables: str) -> subprocess.Popen:
     """A run in `folder`. What it prints is added to FOLDER.out and FOLDER.err."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "tunix_lite.launch", f"--nprocs={run.processes}"] if run.processes > 1 else []
     with open(f"{folder}.out", "ab") as out, open(f"{folder}.err", "ab") as err:
         return subprocess.Popen(
-            command(settings, processes, folder),
-            env=environment(DEVICES // processes) | variables,
+            [sys.executable, *launcher, str(ROOT / "run_training.py"), *run.settings, f"hydra.run.dir={folder}"],
+            env=environment(DEVICES // run.processes) | variables,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -159,29 +156,23 @@ def started(settings: tuple[str, ...], processes: int, folder: Path, **variables
         )
 
 
-def ended(process: subprocess.Popen) -> int:
-    """The exit code. A run that takes longer than LIMIT is killed, with what it started, and raises TimeoutExpired."""
-    try:
-        return process.wait(timeout=LIMIT)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-
-
-def killed(process: subprocess.Popen, folder: Path) -> int:
-    """The exit code of a run that is killed where `held` holds it, when its checkpoint is on disk."""
-    deadline = time.monotonic() + LIMIT
+def is_held(folder: Path) -> bool:
+    """Whether a run waits in `held`, and its checkpoint is on disk."""
     checkpoint = folder / "checkpoints" / str(SAVED_BEFORE_KILL)
-    while last_logged_step(folder) < DONE_BEFORE_KILL or not checkpoint.is_dir():
-        if process.poll() is not None:
-            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
+    return last_logged_step(folder) >= DONE_BEFORE_KILL and checkpoint.is_dir()
+
+
+def ended(process: subprocess.Popen, is_enough=lambda: False) -> int:
+    """The exit code of a run, which is killed once `is_enough()`, or after LIMIT, which raises TimeoutError."""
+    deadline = time.monotonic() + LIMIT
+    while process.poll() is None and not is_enough():
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"the run in {folder} made no {DONE_BEFORE_KILL} steps in {LIMIT} seconds")
+            raise TimeoutError(f"it takes more than {LIMIT} seconds: {process.args}")
         time.sleep(0.05)
-    time.sleep(1)  # until the main thread, too, waits for the reward
-    os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:
+        time.sleep(1)  # until the main thread, too, waits for the reward
+        os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
@@ -189,10 +180,10 @@ def run_all(run: Run, folder: Path) -> list[int]:
     """The exit codes of the processes that were started, one after the other, for this run."""
     codes = []
     if run.kill:
-        first = started(run.settings, run.processes, folder, **{HELD_FOLDER: str(folder)})
-        codes.append(killed(first, folder))
-    codes.append(ended(started(run.settings, run.processes, folder)))
-    return codes
+        codes.append(ended(started(run, folder, **{HELD_FOLDER: str(folder)}), lambda: is_held(folder)))
+        if codes != [-signal.SIGKILL]:
+            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
+    return [*codes, ended(started(run, folder))]
 
 
 # ---- reading what a run left
@@ -213,11 +204,11 @@ def checkpoint_of(folder: Path) -> dict | None:
     last = max(steps, key=lambda path: int(path.name))
     with READING:
         arrays = read_arrays(last / "default")
-    parts = {}
-    for name in arrays:
-        part = re.match(r"\W*(\w+)", name)[1]
-        parts.setdefault(part, []).append(name)
-    digests = {part: digest_of({name: arrays[name] for name in names}) for part, names in sorted(parts.items())}
+    part_of = {name: re.match(r"\W*(\w+)", name)[1] for name in arrays}
+    digests = {
+        part: digest_of({name: x for name, x in arrays.items() if part_of[name] == part})
+        for part in sorted({*part_of.values()})
+    }
     return {"step": int(last.name), "arrays": len(arrays), "sha256": digests}
 
 
@@ -240,10 +231,8 @@ def read_arrays(checkpoint: Path) -> dict:
 def digest_of(arrays: dict) -> str:
     """SHA-256 over names, types, shapes and bytes, in the order of the names."""
     digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
     return digest.hexdigest()
 
 
@@ -271,6 +260,9 @@ def recorded(run: Run, folder: Path) -> dict:
 # ---- comparing
 
 
+PARTS = ("exit_codes", "checkpoint", "files", "samples")
+
+
 def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
     """Compared as text: a NaN equals a NaN, and the order of the keys counts."""
     if len(one) != len(other):
@@ -285,9 +277,9 @@ def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
             yield f"metrics of step {before['step']}: the keys are in another order"
 
 
-def differences(one: dict, other: dict) -> list[str]:
+def differences(one: dict, other: dict, parts: tuple[str, ...] = PARTS) -> list[str]:
     """What differs between two records of one run."""
-    named = [name for name in ("exit_codes", "checkpoint", "files", "samples") if one[name] != other[name]]
+    named = [name for name in parts if one[name] != other[name]]
     return [f"{name}: {one[name]}, now {other[name]}" for name in named] + [
         *different_metrics(one["metrics"], other["metrics"])
     ]
@@ -298,25 +290,12 @@ def broken_claims(runs: dict[str, dict]) -> list[str]:
     broken = [f"{name}: exit code {run['exit_codes'][-1]}" for name, run in runs.items() if run["exit_codes"][-1]]
     for one, other in TWINS:
         if one in runs and other in runs:
-            broken += [f"{one} is not as {other}: {line}" for line in different_results(runs[one], runs[other])]
+            lines = differences(runs[other], runs[one], ("checkpoint",))
+            broken += [f"{one} is not as {other}: {line}" for line in lines]
     return broken
 
 
-def different_results(one: dict, other: dict) -> Iterator[str]:
-    yield from different_metrics(other["metrics"], one["metrics"])
-    if one["checkpoint"] != other["checkpoint"]:
-        yield "the last checkpoint"
-
-
 # ---- the program
-
-
-def timed(name: str, folder: Path) -> dict:
-    """The record of a run. Prints how long it took."""
-    began = time.monotonic()
-    run = recorded(RUNS[name], folder)
-    print(f"{name}: exit codes {run['exit_codes']}, {time.monotonic() - began:.0f} s", flush=True)
-    return run
 
 
 def record(out: Path, only: list[str], jobs: int) -> int:
@@ -324,13 +303,13 @@ def record(out: Path, only: list[str], jobs: int) -> int:
     names = only or list(RUNS)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         place = Path(temporary).resolve()
-        runs = dict(zip(names, pool.map(lambda name: timed(name, place / name / "run"), names), strict=True))
+        records = pool.map(lambda name: recorded(RUNS[name], place / name / "run"), names)
+        runs = dict(zip(names, records, strict=True))
     made_with = {name: version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")}
-    made_with |= {"python": platform.python_version(), "XLA_FLAGS": fixed_environment()["XLA_FLAGS"]}
+    made_with |= {"python": platform.python_version(), "XLA_FLAGS": FLAGS}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    out.write_text(
-        json.dumps({"commit": commit, "made_with": made_with, "runs": runs}, indent=1, ensure_ascii=False) + "\n"
-    )
+    found = {"commit": commit, "made_with": made_with, "runs": runs}
+    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     broken = broken_claims(runs)
     print("\n".join([*broken, f"{len(runs)} runs are recorded in {out}"]))
     return 1 if broken else 0

@@ -16,248 +16,22 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunix_lite"
 SOURCES = house.package(ROOT)
 ROOMS = {  # library -> the one file that may import it
-    "orbax": {"checkpoint.py"},
-    "tensorboardX": {"tracking/tracker.py"},
-    "safetensors": {"models/hf.py"},
-    "huggingface_hub": {"models/hub.py"},
-    "grain": {"tasks/sources.py"},
-    "hydra": {"settings/compose.py"},
-    "omegaconf": {"settings/compose.py"},
+    "orbax": "checkpoint.py",
+    "tensorboardX": "tracking/tracker.py",
+    "safetensors": "models/hf.py",
+    "huggingface_hub": "models/hub.py",
+    "grain": "tasks/sources.py",
+    "hydra": "settings/compose.py",
+    "omegaconf": "settings/compose.py",
 }
 HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
-MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may import; everything stands here
-    # The ground: every room may import these, but not each other unless it says so.
-    "__init__.py": {"trainer"},
-    "errors.py": set(),
-    "types.py": set(),
-    "workers": {"workers"},
-    "hints.py": {"distributed.command_line"},
-    "files": {"files"},
-    # Processes and arrays.
-    "distributed": {"distributed", "errors", "files.addresses"},
-    "parallel": {"parallel", "distributed.join"},
-    # A model, what it samples, and what it learns from that.
-    "models": {"models", "errors", "files", "parallel", "files.plain_text", "types", "workers.confined"},
-    "kernels": {"kernels", "models", "parallel.mesh"},
-    "rollout": {"rollout", "distributed.allgather", "kernels", "models", "parallel", "files.plain_text", "types"},
-    "algorithms": {"algorithms", "types"},
-    "rewards": {"rewards", "workers"},
-    "environments": {"environments", "files.plain_text", "rewards", "types", "workers"},
-    "tasks": {
-        "tasks",
-        "environments",
-        "files.addresses",
-        "files.untrusted",
-        "models.chat_template",
-        "models.hub",
-        "models.tokenizer",
-        "models.turns",
-        "files.plain_text",
-        "rewards",
-        "types",
-        "workers",
-    },
-    "learner": {"learner", "algorithms.algorithm", "models", "parallel", "types"},
-    "tracking": {"tracking", "files", "types"},
-    "report": {"report", "files", "tracking", "types"},
-    "checkpoint.py": {"distributed", "errors", "files", "types"},
-    # Settings, what a run costs by them, and the run.
-    "config.py": {
-        "algorithms.algorithm",
-        "distributed.process_place",
-        "environments.settings",
-        "errors",
-        "files",
-        "hints",
-        "learner",
-        "models",
-        "parallel.mesh",
-        "rollout.settings",
-        "tasks.task",
-        "types",
-        "workers.pool",
-    },
-    "resolved": {
-        "resolved",
-        "algorithms.algorithm",
-        "config",
-        "errors",
-        "kernels.choice",
-        "learner",
-        "models",
-        "parallel",
-        "rollout.generate",
-        "rollout.memory",
-        "rollout.settings",
-        "types",
-    },
-    "planning": {
-        "planning",
-        "resolved",
-        "algorithms.algorithm",
-        "config",
-        "distributed",
-        "errors",
-        "kernels.choice",
-        "learner",
-        "models",
-        "parallel",
-        "rollout",
-        "types",
-    },
-    "inference": {
-        "inference",
-        "__init__",
-        "checkpoint",
-        "config",
-        "errors",
-        "files",
-        "learner",
-        "models",
-        "parallel",
-        "files.plain_text",
-        "rollout",
-        "tracking.progress",
-        "tracking.rundir",
-        "types",
-    },
-    "serving": {
-        "serving",
-        "environments.tool_calls",
-        "files.untrusted",
-        "models.chat_template",
-        "models.tokenizer",
-        "files.plain_text",
-        "rollout.live",
-        "rollout.programs",
-        "rollout.settings",
-        "trainer",
-    },
-    "runs": {
-        "runs",
-        "resolved",
-        "__init__",
-        "algorithms",
-        "checkpoint",
-        "config",
-        "distributed",
-        "environments",
-        "errors",
-        "files",
-        "inference",
-        "learner",
-        "models",
-        "parallel",
-        "planning",
-        "report",
-        "rewards",
-        "rollout",
-        "serving",
-        "tasks",
-        "tracking",
-        "types",
-    },
-    "train.py": {"config", "runs", "types"},
-    # Loops that are written outside.
-    "trainer": {
-        "trainer",
-        "resolved",
-        "algorithms.algorithm",
-        "algorithms.ratios",
-        "checkpoint",
-        "settings.compose",
-        "config",
-        "errors",
-        "files.untrusted",
-        "inference",
-        "learner",
-        "models",
-        "parallel",
-        "files.plain_text",
-        "planning",
-        "rollout",
-        "runs",
-        "types",
-    },
-    # Programs of others that ask the model over HTTP, and learning from that.
-    "train_agent.py": {"settings.compose", "config", "runs", "train", "types"},
-    # Programs.
-    "launch.py": {"distributed.launcher"},  # starts at once: nothing of jax
-    "api.py": {
-        "algorithms",
-        "commands.evaluate",
-        "settings.compose",
-        "config",
-        "errors",
-        "inference",
-        "learner",
-        "models.source",
-        "parallel.mesh",
-        "rewards.math",
-        "rollout",
-        "runs.agents.running",
-        "runs.watch",
-        "tasks",
-        "tracking.tracker",
-        "train",
-        "train_agent",
-        "trainer",
-        "types",
-    },
-    # What a user writes, as Hydra reads it.
-    "settings": {
-        "settings",
-        "config",
-        "distributed.command_line",
-        "errors",
-        "files.addresses",
-        "hints",
-        "files.plain_text",
-    },
-    "commands": {
-        "__init__",
-        "commands",
-        "resolved",
-        "settings",
-        "algorithms.algorithm",
-        "checkpoint",
-        "config",
-        "distributed",
-        "errors",
-        "files",
-        "hints",
-        "inference",
-        "learner",
-        "models",
-        "parallel",
-        "planning",
-        "report",
-        "runs",
-        "serving",
-        "tasks",
-        "tracking",
-        "train",
-        "trainer",
-        "types",
-        "workers.process",
-    },
-    "__main__.py": {"commands", "hints"},
-}
-# (module, what it imports against its rule): a list that may only become shorter
-ALLOWED_FOR_NOW: set[tuple[str, str]] = set()
-STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and each other
-    "launch.py",
-    "errors.py",
-    "files/addresses.py",
-    "distributed/agreement.py",
-    "distributed/folder_lock.py",
-    "distributed/join.py",
-    "distributed/allgather.py",
-    "distributed/command_line.py",
-    "distributed/launcher.py",
-    "distributed/meeting.py",
-    "distributed/process_place.py",
-}
+# Rooms, and modules outside of rooms: each imports only from those above it, and no more arrows than the bar below has.
+ORDER = [
+    "errors.py", "files", "types.py", "workers", "algorithms", "rewards", "distributed", "hints.py", "launch.py",
+    "parallel", "tracking", "report", "environments", "checkpoint.py", "models", "kernels", "learner", "rollout",
+    "tasks", "config.py", "settings", "resolved", "planning", "inference", "trainer", "serving", "runs",
+    "train.py", "train_agent.py", "commands", "__main__.py", "api.py",
+]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -273,70 +47,54 @@ def imports(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("library", ROOMS)
-def test_each_outside_library_is_imported_in_one_room(library):
+def test_each_outside_library_is_imported_in_one_file(library):
     users = {f.relative_to(PACKAGE).as_posix() for f in FILES if any(i.split(".")[0] == library for i in imports(f))}
-    assert users == ROOMS[library]
+    assert users == {ROOMS[library]}
 
 
-def test_heavy_packages_are_not_imported_by_the_core():
-    for file in FILES:
-        top = [n for n in house.read(file).tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-        names = {a.name.split(".")[0] for n in top for a in n.names} | {getattr(n, "module", "") or "" for n in top}
-        assert not HEAVY & {name.split(".")[0] for name in names}, file
-
-
-def rule_of(file: Path) -> str:
-    """The key of MAY_IMPORT that holds for a file: its room, or itself outside of rooms."""
-    return file.relative_to(PACKAGE).parts[0]
-
-
-def imports_of_ours(file: Path) -> list[str]:
-    """Modules of tunix_lite that a file imports: `learner.update`, without names inside of a module."""
-    found = []
-    for name in imports(file):
-        if name.partition(".")[0] == "tunix_lite":
-            inner = name.removeprefix("tunix_lite").removeprefix(".")
-            while inner and not (PACKAGE / f"{inner.replace('.', '/')}.py").exists():
-                inner = inner.rpartition(".")[0]
-            found.append(inner or "__init__")
-    return found
-
-
-def against_the_rules(file: Path) -> set[tuple[str, str]]:
-    allowed = MAY_IMPORT[rule_of(file)]
-    name = file.relative_to(PACKAGE).as_posix()
+def top_imports(file: Path) -> set[str]:
+    """The packages that a file imports when it is imported itself."""
+    top = [node for node in house.read(file).tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     return {
-        (name, inner)
-        for inner in imports_of_ours(file)
-        if not any(inner == ok or inner.startswith(f"{ok}.") for ok in allowed)
+        name.partition(".")[0] for name in names | {node.module for node in top if isinstance(node, ast.ImportFrom)}
     }
 
 
-def test_every_module_has_a_rule_and_every_rule_a_module():
-    rooms = {rule_of(file) for file in FILES}
-    assert rooms == set(MAY_IMPORT), "add a room, or a module outside of rooms, to MAY_IMPORT, or remove its rule"
+def test_heavy_packages_are_not_imported_by_the_core():
+    assert not [file for file in FILES if HEAVY & top_imports(file)]
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_arrows_between_rooms_go_one_way(room):
-    for file in (file for file in FILES if rule_of(file) == room):
-        wrong = against_the_rules(file) - ALLOWED_FOR_NOW
-        assert not wrong, f"{wrong}: move what both need to a room below, or pass it as an argument"
+def room_of(file: Path) -> str:
+    """The room of a file; outside of rooms the file itself."""
+    return file.relative_to(PACKAGE).parts[0]
 
 
-def test_what_is_allowed_for_now_is_still_needed():
-    found = set().union(*(against_the_rules(file) for file in FILES))
-    assert not (gone := ALLOWED_FOR_NOW - found), f"remove these from ALLOWED_FOR_NOW: {gone}"
+def imports_of_ours(file: Path) -> set[Path]:
+    """The files of the package that a file imports, inside of functions and for types too."""
+    return {other for other in house.imported_files(house.read(file), ROOT) if PACKAGE in other.parents}
 
 
-@pytest.mark.parametrize("name", sorted(STARTS_AT_ONCE))
-def test_what_a_launcher_imports_starts_at_once(name):
-    for node in house.read(PACKAGE / name).tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
-            for top in (n.partition(".")[0] for n in names):
-                assert top == "tunix_lite" or top in sys.stdlib_module_names, f"{name} imports {top} at its top"
-    assert {f"{inner.replace('.', '/')}.py" for inner in imports_of_ours(PACKAGE / name)} <= STARTS_AT_ONCE
+def test_a_room_imports_only_from_those_above_it():
+    door = PACKAGE / "__init__.py"  # it imports what it shows when it is asked for
+    assert {room_of(file) for file in FILES if file != door} == set(ORDER), "give a new room its place in ORDER"
+    wrong = [
+        f"{file.relative_to(PACKAGE)} imports {other.relative_to(PACKAGE)}"
+        for file in FILES
+        for other in imports_of_ours(file)
+        if door not in (file, other) and ORDER.index(room_of(other)) > ORDER.index(room_of(file))
+    ]
+    assert not wrong, f"{wrong}: move what both need to a room above, or pass it as an argument"
+
+
+def test_what_a_launcher_imports_starts_at_once():
+    """At its top it imports Python's own library and what does the same, at any depth."""
+    waiting, seen = [PACKAGE / "launch.py"], set()
+    while waiting:
+        file = waiting.pop()
+        seen.add(file)
+        waiting += imports_of_ours(file) - seen
+        assert top_imports(file) <= {"tunix_lite", *sys.stdlib_module_names}, file
 
 
 def test_a_wheel_carries_every_package():
@@ -416,29 +174,6 @@ def test_a_public_name_has_one_home():
     assert len(several) <= 4, f"rename all but one of each: {several}"
 
 
-NOUNS_WITH_AN_EXAMPLE = {  # rooms, and modules outside of rooms, whose data classes show themselves in an example
-    "algorithms",
-    "checkpoint.py",
-    "commands",
-    "distributed",
-    "files",
-    "inference",
-    "kernels",
-    "learner",
-    "models",
-    "parallel",
-    "planning",
-    "report",
-    "rewards",
-    "rollout",
-    "runs",
-    "tasks",
-    "tracking",
-    "trainer",
-    "types.py",
-}
-
-
 def is_noun(node: ast.AST) -> bool:
     """A public dataclass or NamedTuple that is no class of settings: conf/ shows those."""
     if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name.endswith("Config"):
@@ -447,12 +182,11 @@ def is_noun(node: ast.AST) -> bool:
     return any("dataclass" in word or "NamedTuple" in word for word in words)
 
 
-@pytest.mark.parametrize("room", sorted(NOUNS_WITH_AN_EXAMPLE))
-def test_nouns_show_themselves_in_an_example(room):
+def test_nouns_show_themselves_in_an_example():
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
         for file in FILES
-        if rule_of(file) == room
+        if room_of(file) not in ("serving", "hints.py")
         for node in house.read(file).tree.body
         if is_noun(node) and "Example" not in (ast.get_docstring(node) or "")
     ]

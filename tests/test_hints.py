@@ -11,7 +11,7 @@ import pytest
 
 from tunix_lite.commands import program
 from tunix_lite.errors import ConfigError
-from tunix_lite.hints import foreign_words, translated
+from tunix_lite.hints import foreign_words
 from tunix_lite.parallel.mesh import spec
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.settings import compose as composing
@@ -146,12 +146,6 @@ def test_several_flags_become_one_line_and_what_has_none_is_explained():
         "optimizer.learning_rate=1e-5 'model.mesh_shape=[[-1,2],[fsdp,tp]]'; --fp16: float16 is not supported; "
         "training.mixed_precision=bf16 is the type of 16 bits here; --nonsense: there is no such setting"
     )
-
-
-def test_families_of_names_are_explained_and_never_translated():
-    for start in FAMILIES:
-        hint = translated(f"{start}something", 1)
-        assert hint is not None and not hint.overrides
 
 
 @pytest.mark.parametrize(

@@ -86,30 +86,3 @@ def test_ours_starts_twice_all_take_turns_and_one_that_fails_is_left_out(race, t
     assert "no more in file.txt" in sides["transformers"]["not_measured"]
     assert [each["tokens"] for each in sides["ours"]["rounds"]] == [7, 7, 7]
     assert {"without_programs", "first", "facts"} <= sides["ours"].keys()
-
-
-def test_what_is_kept_is_not_raced_again_and_a_missing_peer_is_named(race, tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.jsonl").touch()
-    raced = []
-
-    def recorded(work, args, lacks):
-        raced.append((work["race"], work["prompts"]))
-        facts = {"prompt_tokens": 12, "versions": {}}
-        done = {"facts": facts, "first": call(1.0, 5), "rounds": [call(1.0, 5)]}
-        return {side: {"not_measured": why} if why else done for side, why in lacks.items()}
-
-    monkeypatch.setattr(race, "race", recorded)
-    monkeypatch.setattr(race.os, "sched_setaffinity", lambda *_: None)
-    line = ["race", "--models", str(tmp_path), "--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
-    line += ["--only", "smollm2 (1|16|32) x 64"]
-    monkeypatch.setattr(sys, "argv", line)
-    race.main()
-    race.main()
-    assert raced == [("sampling", 1), ("sampling", 16), ("scoring", 32)]
-    printed = capsys.readouterr().out
-    assert "transformers: not measured. no interpreter: python -m venv peer" in printed
-    assert "npm install --prefix peer node-llama-cpp" in printed
-    assert "sampling smollm2 1 x 64: kept already" in printed
-    monkeypatch.setattr(sys, "argv", [*line, "--again"])
-    race.main()
-    assert len(raced) == 6

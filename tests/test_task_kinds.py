@@ -1,15 +1,12 @@
 """GSM8K, conversations, preferences and reasoning-gym as tasks, on files that the tests make."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_tokenizer import FAMILIES
 
-from tunix_lite.algorithms.sft import SFT
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -89,23 +86,15 @@ def test_gsm8k_is_scored_strictly_or_flexibly(completion, is_strict, is_flexible
 
 def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
     asked = []
-
-    def folder(name, patterns):
-        asked.append((name, patterns))
-        return tmp_path
-
-    monkeypatch.setattr("tunix_lite.tasks.gsm8k.dataset_folder", folder)
+    monkeypatch.setattr("tunix_lite.tasks.gsm8k.dataset_folder", lambda *of: asked.append(of) or tmp_path)
     source = compose(["task=gsm8k"]).task.source
     with pytest.raises(ValueError, match=r"openai/gsm8k has 0 files main/train-\*.parquet, not one; give task.source"):
         _ = source.train
     assert asked == [("openai/gsm8k", ("main/train-*.parquet", "main/test-*.parquet"))]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "main").mkdir()
-    if importlib.util.find_spec("pyarrow"):
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist([NATALIA]), tmp_path / "main" / "test-00000-of-00001.parquet")
-        assert source.held_out[0]["answer"] == "72"
+    parquet.write_table(pyarrow.Table.from_pylist([NATALIA]), tmp_path / "main" / "test-00000-of-00001.parquet")
+    assert source.held_out[0]["answer"] == "72"
 
 
 # ---- conversations
@@ -114,25 +103,6 @@ def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
 def chat_of(*texts: str) -> dict:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
-
-
-def test_sft_learns_from_all_turns_of_the_assistant_or_from_the_last(tmp_path, tokenizer):
-    file = written(tmp_path / "chats.jsonl", [chat_of("hi", "ho", "1 + 1?", "2"), chat_of("9?", "nine")])
-    given = ["task=chat", f"task.train={file}", f"task.held_out={file}"]
-    learned = {}
-    for turns in ("all", "last"):
-        task = task_of([*given, f"task.learned_turns={turns}"], tokenizer)
-        assert check_all_rows(task, True, 2).startswith("2 examples to train on")
-        batch, _, _ = SFT().collect(None, task, None, list(task.config.source.train), None)
-        learned[turns] = [
-            tokenizer.decode(row[weight > 0], skip_special=False)
-            for row, weight in zip(batch.tokens, batch.loss_weight)
-        ]
-        np.testing.assert_allclose(batch.loss_weight.sum(), 1, atol=1e-6)
-    assert learned == {
-        "all": ["ho<end_of_turn>2<end_of_turn>", "nine<end_of_turn>"],
-        "last": ["2<end_of_turn>", "nine<end_of_turn>"],
-    }
 
 
 def test_a_conversation_is_evaluated_by_its_answer():
@@ -167,7 +137,7 @@ def test_what_is_too_long_to_learn_from_is_found_at_the_start(tmp_path, kind, wh
     file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 30, {29}))
     says = rf"1 of 30 training {what} are longer than generation.max_new_tokens=12; .* has 41 tokens \(.*line 30\)"
     with pytest.raises(
-        ConfigError, match=rf"{says}; raise it to at least 41, or set generation.long_prompts=truncate o"
+        ConfigError, match=f"{says}; raise it to at least 41, or set generation.long_prompts=truncate o"
     ):
         prepare(compose(small(file, kind)), RunDir(tmp_path / "run"))
     task = Task(compose(small(file, kind)).task, Tokenizer.load(BUNDLED), 48, 12)
@@ -176,8 +146,9 @@ def test_what_is_too_long_to_learn_from_is_found_at_the_start(tmp_path, kind, wh
         task.demonstrations(task.config.source.train[29:], name)
 
 
-@pytest.mark.parametrize("kind", ["chat", "preferences"])
-@pytest.mark.parametrize("setting", ["task.on_error=skip", "generation.long_prompts=drop"])
+@pytest.mark.parametrize(
+    "kind, setting", [("chat", "task.on_error=skip"), ("preferences", "generation.long_prompts=drop")]
+)
 def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path, kind, setting):
     file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 12, {1, 4, 11}))
     parts = prepare(compose(small(file, kind, setting)), RunDir(tmp_path / "run"))
@@ -196,9 +167,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
     file = written(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
     held_out = written(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
     given = small(file, "chat", "task.learned_turns=last", f"task.held_out={held_out}")
-    with pytest.raises(
-        ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no form"
-    ):
+    with pytest.raises(ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no"):
         prepare(compose(given), RunDir(tmp_path / "run"))
     parts = prepare(compose([*given, "task.on_error=skip"]), RunDir(tmp_path / "run"))
     found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
@@ -304,11 +273,6 @@ def test_tool_calls_and_tools_of_a_row_are_written_as_the_template_writes_them(t
     asked = ["task.prompt='{q}'", "task.reward=test_task_files.near"]
     task = learned_of({"q": "Weather?", "tools": TOOLS}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
     assert task.tokenizer.decode(task.prompts(task.held_out(1))[0], skip_special=False) == QWEN_25[0]
-    asked = ["task.prompt='{q} {tools}'", "task.reward=test_task_files.near"]
-    task = learned_of({"q": "Weather?", "tools": "a hammer"}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
-    assert "You help.<|im_end|>\n<|im_start|>user\nWeather? a hammer<|im_end|>" in task.tokenizer.decode(
-        task.prompts(task.held_out(1))[0], skip_special=False
-    )
 
 
 def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
@@ -365,15 +329,12 @@ def test_rows_are_the_tokens_of_transformers(tmp_path, families, family):
     theirs = transformers.AutoTokenizer.from_pretrained(families[family])
     parsed = [json.loads(json.dumps(one)) for one in WEATHER["messages"]]
     parsed[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Paris", "n": None}
-    plain = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ho"},
-        {"role": "user", "content": "?"},
-    ]
-    cases = [([*plain, {"role": "assistant", "content": "y", "name": "z"}], None)]
-    if family != "gemma":
-        cases += [(parsed[:2], None)] if family != "qwen3" else [(parsed[:1] + parsed[3:], TOOLS)]
-        cases += [(parsed[:2], TOOLS)] if family != "qwen3" else []
+    plain = [*chat_of("hi", "ho", "?")["messages"], {"role": "assistant", "content": "y", "name": "z"}]
+    cases = [(plain, None)]
+    if family == "qwen3":
+        cases.append((parsed[:1] + parsed[3:], TOOLS))
+    elif family != "gemma":
+        cases += [(parsed[:2], None), (parsed[:2], TOOLS)]
     for messages, tools in cases:
         row = {"messages": messages} | ({"tools": tools} if tools else {})
         if messages == parsed[:2]:
@@ -404,10 +365,7 @@ def test_preferences_are_pairs_of_answers_to_one_prompt(tmp_path, tokenizer):
     file = written(tmp_path / "pairs.jsonl", [PAIR, as_chats])
     task = task_of(["task=preferences", f"task.train={file}", f"task.held_out={file}"], tokenizer)
     pairs = list(task.config.source.train)
-    assert [(pair["chosen"], pair["rejected"], pair["completion"]) for pair in pairs] == [
-        ("4", "5", "4"),
-        ("6", "7", "6"),
-    ]
+    assert [[pair[name] for name in ("chosen", "rejected", "completion")] for pair in pairs] == [[*"454"], [*"676"]]
     assert [task.text.ask(pair) for pair in pairs] == ["2 + 2?", "3 + 3?"]
     assert task.config.correct("4 ", pairs[0]) == 1 and task.config.correct("5", pairs[0]) == 0
     assert check_all_rows(task, True, 2).startswith("2 examples to train on")
@@ -442,14 +400,8 @@ def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
 def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():
     pytest.importorskip("reasoning_gym")
     names = ["basic_arithmetic", "leg_counting", "countdown"]
-    task = compose(
-        [
-            "task=reasoning_gym",
-            f"task.source.tasks=[{','.join(names)}]",
-            "task.source.weights=[6,3,1]",
-            "+task.source.settings.basic_arithmetic={min_terms: 2, max_terms: 2}",
-        ]
-    ).task
+    given = ["task=reasoning_gym", f"task.source.tasks=[{','.join(names)}]", "task.source.weights=[6,3,1]"]
+    task = compose([*given, "+task.source.settings.basic_arithmetic={min_terms: 2, max_terms: 2}"]).task
     check_portable(task.functions())
     train = [task.source.train[i] for i in range(400)]
     held_out = [task.source.held_out[i] for i in range(100)]
@@ -460,8 +412,6 @@ def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():
     for example in train[:60]:
         assert task.correct(example["completion"], example) == 1
         assert task.correct("<answer>no</answer>", example) == 0
-    simple = next(e for e in train if e["task"] == "basic_arithmetic")
-    assert len([w for w in simple["question"].split() if w.strip(".").isdigit()]) <= 2
     for override, says in (
         ("task.source.tasks=[nothing]", "reasoning-gym refuses nothing"),
         ("task.source.weights=[1,2]", r"weights=\[1.0, 2.0\]: one above 0 for each of 1 tasks"),
