@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 import test_overlap
 from conftest import NEW, PROMPT, logits_of, ragged_prompts, random_params, set_mesh
+from model_checks import (
+    LAYOUTS,
+    MESHES,
+    check_gradients,
+    check_sampled,
+    groups,
+    layout_of,
+    losses,
+    publish,
+    random_adapters,
+    sampled,
+    write_model,
+)
 
-from tunix_lite.kernels.choice import check_fused
-from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, token_logprobs
-from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, gated_delta_net, hf, peft, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.families import QWEN3_5, config_json, read_config
@@ -202,42 +212,25 @@ def test_completions_go_on_from_the_state_of_their_shared_prompt():
 
 
 def test_chunks_then_single_tokens_go_on_from_each_other(hidden):
-    """Two rows of 70 and 3 tokens, right-padded; 10 and none more; then one token at a time, for the first row alone."""
+    """In float64, to its digits: two rows of 70 and 3 tokens, right-padded; 10 and none more; then single tokens of the
+    first row. Its state is that of all of its tokens in chunks."""
     x, w = hidden[:, :85], layer_weights()
-    expected = [by_token(row, w) for row in x]
     state, lengths, got = None, np.zeros(2, int), [[], []]
-    for width, counts in [(80, (70, 3)), (16, (10, 0)), *[(1, (1, 0))] * 5]:
-        part = np.stack([np.resize(x[row, lengths[row] : lengths[row] + n], (width, 16)) if n else np.ones((width, 16))
-                         for row, n in enumerate(counts)])  # fmt: skip
-        is_token = np.arange(width) < np.array(counts)[:, None]
-        out, state = mixed(part, w, attention.AttentionMeta(*ids(is_token, is_token)), state)
-        for row, n in enumerate(counts):
-            got[row] += list(np.asarray(out)[row, :n])
-        lengths += counts
-    for row in range(2):
-        np.testing.assert_allclose(got[row], expected[row][: lengths[row]], atol=3e-5)
-
-
-def test_token_by_token_is_in_chunks_is_the_loop(hidden):
-    """In float64, to its digits: 130 tokens one at a time, and in three chunks."""
-    x, w = hidden[:1, :130], layer_weights()
-    expected = by_token(x[0], w)
     with jax.enable_x64(True):
-        chunks, after_chunks = mixed(x, w, in_rows([130]), dtype=np.float64)
-
-        @jax.jit
-        def step(x, w, state):
-            one = attention.AttentionMeta(*ids([[0]], [[1]]))
-            return gated_delta_net.mix(x, w, CFG, Surroundings(decoder.PLAIN, None, None, sequences=one, state=state))
-
-        state = jax.tree.map(lambda s: jnp.zeros(s.shape), gated_delta_net.state_shapes(CFG, 1, np.float64))
-        tokens = []
-        for t in range(130):
-            out, state = step(jnp.asarray(x[:, t : t + 1]), jax.tree.map(jnp.asarray, w), state)
-            tokens.append(out[0, 0])
-        np.testing.assert_allclose(chunks[0], expected, atol=1e-12)
-        np.testing.assert_allclose(tokens, expected, atol=1e-12)
-        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), state, after_chunks)
+        for width, counts in [(80, (70, 3)), (16, (10, 0)), *[(1, (1, 0))] * 5]:
+            part = np.ones((2, width, CFG.embed_dim))
+            for row, n in enumerate(counts):
+                part[row, :n] = x[row, lengths[row] : lengths[row] + n]
+            is_token = np.arange(width) < np.array(counts)[:, None]
+            out, state = mixed(part, w, attention.AttentionMeta(*ids(is_token, is_token)), state, np.float64)
+            for row, n in enumerate(counts):
+                got[row] += list(np.asarray(out)[row, :n])
+            lengths += counts
+        _, in_chunks = mixed(x[:1], w, in_rows([85]), dtype=np.float64)
+        first = jax.tree.map(lambda s: s[:1], state)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), first, in_chunks)
+    for row in range(2):
+        np.testing.assert_allclose(got[row], by_token(x[row], w)[: lengths[row]], atol=1e-12)
 
 
 @pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.wide)])
@@ -346,159 +339,62 @@ def test_a_leak_is_seen(name, leak, seen, hidden, monkeypatch):
 # ---- the model: rows, slots and meshes
 
 
-def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> Batch:
-    """Left-padded prompts, then right-padded completions, all of whose tokens count."""
-    P, N = max(map(len, prompts)), max(map(len, completions))
-    tokens, mask, counts = (np.zeros((len(prompts), P + N), kind) for kind in (np.int32, bool, np.float32))
-    for row, (prompt, completion) in enumerate(zip(prompts, completions)):
-        here = slice(P - len(prompt), P + len(completion))
-        tokens[row, here], mask[row, here] = prompt + completion, True
-        counts[row, P : P + len(completion)] = 1.0 / len(completion)
-    return Batch(tokens, mask, counts)
-
-
 @pytest.fixture(scope="module")
-def groups() -> Batch:
-    """Three prompts with two completions each, longer and shorter than the convolution; of two lengths in all."""
-    rng = np.random.default_rng(4)
-
-    def text(length: int) -> list[int]:
-        return rng.integers(1, CFG.vocab_size, length).tolist()
-
-    prompts = [prompt for prompt in (text(9), text(2), text(5)) for _ in range(2)]
-    return batch_of(prompts, [text(n) for n in (7, 1, 14, 8, 11, 5)])
-
-
-LAYOUTS = {
-    "none": RowLayout("none"),
-    "sequences": RowLayout("sequences", 1, shape=RowShape(40), rows_per_part=4),
-    "prefix": RowLayout("prefix", 1, shape=RowShape(14, 2, 16), rows_per_part=4),
-}
-
-
-def losses(params, groups: Batch, layout: RowLayout, dtype):
-    """(log-probabilities [B, T], gradient of their weighted sum)."""
-    rows, packed = layout.lay_out(groups)
-
-    @jax.jit
-    def run(params, rows):
-        def loss(params):
-            scores = batch_scores(params, rows, cfg=CFG, temperature=1.0, dtype=dtype)
-            return jnp.sum(scores.logprobs * rows.loss_weight), scores.logprobs
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    grads, logprobs = run(params, rows)
-    return packed.back(logprobs), grads
-
-
-@pytest.fixture(scope="module")
-def alone(groups):
+def alone():
     """What each sequence gives in a program of its own, in float64."""
     with jax.enable_x64(True):
         set_mesh(1, 1)
-        params = jax.tree.map(np.float64, random_params(CFG))
+        params, batch = jax.tree.map(np.float64, random_params(CFG)), groups()
 
         def loss(params, tokens, weights):
             logprobs = token_logprobs(params, tokens, jnp.ones_like(tokens, bool), cfg=CFG, dtype=jnp.float64)
             return jnp.sum(logprobs * weights), logprobs
 
         of_one = jax.jit(jax.grad(loss, has_aux=True))
-        logprobs, total = np.zeros(groups.tokens.shape), None
-        for row, mask in enumerate(groups.token_mask):
-            grads, values = of_one(params, groups.tokens[row, mask][None], groups.loss_weight[row, mask][None])
-            counts = groups.loss_weight[row] > 0
-            logprobs[row, counts] = values[0][groups.loss_weight[row, mask] > 0]
-            grads = jax.tree.map(np.asarray, grads)
-            total = grads if total is None else jax.tree.map(np.add, total, grads)
-        return logprobs, total
+        logprobs, each = np.zeros(batch.tokens.shape), []
+        for row, mask in enumerate(batch.token_mask):
+            grads, values = of_one(params, batch.tokens[row, mask][None], batch.loss_weight[row, mask][None])
+            logprobs[row, mask] = values[0]
+            each.append(jax.tree.map(np.asarray, grads))
+        return np.where(batch.loss_weight > 0, logprobs, 0), jax.tree.map(lambda *grads: sum(grads), *each)
 
 
 WIDE = pytest.mark.wide
-# `make test` has the layouts in float64 below, and a packed one in float32 on a mesh.
-IN_FLOAT32 = ["none", pytest.param("sequences", marks=WIDE), pytest.param("prefix", marks=WIDE)]
 
 
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_packed_is_alone(groups, alone, name):
-    logprobs, grads = losses(random_params(CFG), groups, LAYOUTS[name], jnp.float32)
-    np.testing.assert_allclose(logprobs, alone[0], atol=1e-5)
-    flat, expected = hf.flatten(grads), hf.flatten(alone[1])
-    for path, grad in flat.items():
-        size = np.abs(expected[path]).max()
-        np.testing.assert_allclose(grad / size, expected[path] / size, atol=2e-4, err_msg=path)
-
-
+@pytest.mark.parametrize("mesh", [(1, 1), *(pytest.param(mesh, marks=WIDE) for mesh in MESHES)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_packed_is_alone_to_the_digits_of_float64(groups, alone, name):
+def test_packed_is_alone_to_the_digits_of_float64(alone, mesh, name):
+    set_mesh(*mesh)
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, random_params(CFG))
-        _, grads = losses(params, groups, LAYOUTS[name], jnp.float64)
+        logprobs, grads = losses(random_params(CFG), groups(), layout_of(name, mesh[0]), jnp.float64, CFG)
+        np.testing.assert_allclose(logprobs, alone[0], atol=1e-9)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((1, 4), marks=WIDE), pytest.param((4, 1), marks=WIDE)])
-def test_a_mesh_changes_nothing(groups, alone, mesh):
+@pytest.mark.parametrize("mesh, name, scan_layers", [((1, 1), "none", False), ((2, 2), "prefix", True)])
+def test_a_mesh_and_layer_after_layer_change_nothing_in_float32(alone, mesh, name, scan_layers):
     set_mesh(*mesh)
-    layout = RowLayout("prefix", 1, shape=RowShape(14, 2, 16), rows_per_part=1 if mesh[0] == 4 else 2)
-    logprobs, grads = losses(random_params(CFG), groups, layout, jnp.float32)
+    layout = layout_of(name, mesh[0])
+    logprobs, grads = losses(random_params(CFG), groups(), layout, jnp.float32, CFG, scan_layers=scan_layers)
     np.testing.assert_allclose(logprobs, alone[0], atol=1e-5)
-    for path, grad in hf.flatten(grads).items():
-        size = np.abs(hf.flatten(alone[1])[path]).max()
-        np.testing.assert_allclose(grad / size, hf.flatten(alone[1])[path] / size, atol=2e-4, err_msg=path)
+    check_gradients(grads, alone[1], 2e-4)
 
 
-@pytest.mark.parametrize("mesh, slots", [pytest.param((1, 1), 1, marks=WIDE), ((1, 1), 3), ((2, 2), 16)])
-def test_what_is_sampled_is_what_is_scored(mesh, slots):
-    """Ragged prompts, two completions of each; slots take the next request while others run."""
+PRODUCTS = [pytest.param(mesh, slots, LAYOUTS, marks=WIDE) for mesh in MESHES for slots in (1, 3, 16)]
+
+
+@pytest.mark.parametrize("mesh, slots, layouts", [((1, 1), 3, ["none"]), ((2, 2), 16, ["none"]), *PRODUCTS])
+def test_what_is_sampled_is_what_is_scored(mesh, slots, layouts):
+    """In every packing."""
     set_mesh(*mesh)
     params = random_params(CFG)
-    rollout_config = RolloutConfig(num_slots=slots, chunk=4)
-    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=rollout_config)
-    prompts = [[5, 6, 7], [8] * 10, [9], [11, 12]]
-    rollout = generate(params, prompts, jax.random.key(0), num_generations=2)
-    scored = jax.jit(partial(token_logprobs, cfg=CFG))(params, rollout.tokens, rollout.token_mask)
-    mask = rollout.completion_mask
-    assert len(set(mask.sum(axis=1))) > 1, "all are of one length"
-    np.testing.assert_allclose(np.asarray(scored)[mask], rollout.logprobs[mask], atol=1e-5)
-
-
-def layout_of(name: str, fsdp: int) -> RowLayout:
-    """As LAYOUTS, in eight rows of columns that four devices divide, too."""
-    shape = {"none": None, "sequences": RowShape(48), "prefix": RowShape(16, 2, 16)}[name]
-    return RowLayout(name, 1, None, shape, 8 // fsdp)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("slots", [1, 3, 16])
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
-def test_in_every_packing_what_is_scored_is_what_was_sampled(mesh, slots):
-    set_mesh(*mesh)
-    params = random_params(CFG)
-    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=slots, chunk=4))
-    prompts = [[5, 6, 7], [8] * 10, [9], [11, 12]]
-    rollout = jax.tree.map(np.asarray, generate(params, prompts, jax.random.key(0), num_generations=2))
-    mask = rollout.completion_mask
-    assert len(set(mask.sum(axis=1))) > 1, "all are of one length"
-    batch = Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32))
-    for name in LAYOUTS:
+    rollout = sampled(CFG, params, slots)
+    batch = Batch(rollout.tokens, rollout.token_mask, rollout.completion_mask.astype(np.float32))
+    for name in layouts:
         rows, packed = layout_of(name, mesh[0]).lay_out(batch)
         scores = jax.jit(partial(batch_scores, cfg=CFG, temperature=1.0, dtype=jnp.float32))(params, rows)
-        np.testing.assert_allclose(packed.back(scores.logprobs)[mask], rollout.logprobs[mask], atol=1e-5, err_msg=name)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
-def test_on_every_mesh_packed_is_alone_to_the_digits_of_float64(groups, alone, mesh, name):
-    set_mesh(*mesh)
-    eight = jax.tree.map(lambda x: np.concatenate([x, x[-2:]]), groups)
-    eight.loss_weight[-2:] = 0  # two that count nothing, so that four devices divide the rows
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
-        logprobs, grads = losses(params, eight, layout_of(name, mesh[0]), jnp.float64)
-        np.testing.assert_allclose(logprobs[: len(alone[0])], alone[0], atol=1e-9)
-        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
+        check_sampled(rollout, packed.back(scores.logprobs))
 
 
 def keeps_states(load, kv, prompts, *where):
@@ -510,7 +406,7 @@ def keeps_states(load, kv, prompts, *where):
 def test_a_state_that_stays_in_its_slot_is_seen(monkeypatch):
     monkeypatch.setattr(kv_cache, "load_rows", partial(keeps_states, kv_cache.load_rows))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        test_what_is_sampled_is_what_is_scored((1, 1), 3)
+        test_what_is_sampled_is_what_is_scored((1, 1), 3, ["none"])
 
 
 def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_drawn(monkeypatch):
@@ -529,44 +425,29 @@ def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_draw
     np.testing.assert_allclose(resumed.logprobs, whole.logprobs, atol=1e-5)
 
 
-def test_a_scan_over_periods_is_layer_after_layer(groups, alone):
-    rows, packed = LAYOUTS["none"].lay_out(groups)
-    program = partial(batch_scores, cfg=CFG, temperature=1.0, dtype=jnp.float32, scan_layers=False)
-    scores = jax.jit(program)(random_params(CFG), rows)
-    np.testing.assert_allclose(packed.back(scores.logprobs), alone[0], atol=1e-5)
-
-
 # ---- files
 
 
-def write_model(folder, params, **more) -> None:
-    hf.save_params(params, CFG, QWEN3_5, folder, "F32")
-    (folder / "config.json").write_text(json.dumps(config_json(CFG, QWEN3_5) | more))
-
-
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
-def test_a_folder_comes_back_and_shards_read_their_slices(mesh, tmp_path):
-    set_mesh(*mesh)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
+    """As it is published, too: names with a prefix, a vision tower and layers for further tokens."""
+    set_mesh(2, 2)
     params = random_params(CFG)
-    write_model(tmp_path, params)
+    write_model(tmp_path, params, CFG, QWEN3_5)
+    if is_wrapped:
+        others = ("mtp.fc.weight", "model.visual.patch_embed.proj.weight")
+        publish(
+            tmp_path,
+            lambda name: name.replace("model.", "model.language_model.", 1),
+            others,
+            model_type="qwen3_5",
+            tie_word_embeddings=False,
+        )
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["text_config"]["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+        (tmp_path / "config.json").write_text(json.dumps(config))
     cfg, family = read_config(tmp_path)
     assert family is QWEN3_5 and cfg.delta == NET and cfg.kinds == CFG.kinds
-    jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)
-
-
-def test_a_larger_model_is_read_for_its_text_part(tmp_path):
-    """As it is published: text_config within, names with a prefix, a vision tower and layers for further tokens."""
-    params = random_params(CFG)
-    write_model(tmp_path, params)
-    held = hf.read_tensors(tmp_path / hf.SINGLE)
-    longer = {name.replace("model.", "model.language_model.", 1): x for name, x in held.items()}
-    longer |= {"mtp.fc.weight": np.ones((2, 2)), "model.visual.patch_embed.proj.weight": np.ones((2, 2))}
-    hf.write_tensors(tmp_path / hf.SINGLE, longer)
-    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3_5_text"}
-    text["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    cfg, family = read_config(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)
 
 
@@ -584,7 +465,7 @@ def test_a_larger_model_is_read_for_its_text_part(tmp_path):
     ],
 )
 def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, tmp_path):
-    write_model(tmp_path, random_params(CFG), **change)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, QWEN3_5) | change))
     with pytest.raises(ValueError, match=f"config.json: {message}"):
         read_config(tmp_path)
 
@@ -600,11 +481,7 @@ def test_adapters_are_by_default_on_every_large_projection():
 
 def test_adapters_go_to_the_modules_of_the_files_and_come_back(tmp_path):
     lora = LoraConfig(rank=3, targets=EVERY_PROJECTION)
-    adapters = jax.tree.map(
-        lambda w: np.random.default_rng(5).normal(0, 1, w.shape).astype(np.float32),
-        adapter_weights(decoder.weights(CFG), lora),
-        is_leaf=weights.is_weight,
-    )
+    adapters = random_adapters(CFG, lora)
     peft.save_adapters(adapters, CFG, QWEN3_5, lora, tmp_path, "base")
     tensors = hf.read_tensors(tmp_path / peft.TENSORS)
     module = "base_model.model.model.layers.4.linear_attn.in_proj_qkv"
@@ -654,11 +531,6 @@ def test_the_state_of_slots_is_counted():
     assert flops.decode_bytes(cfg, [100], 0) == 2 * 18 * 16 * 128 * 128 * 4 + keys_and_values
     eight = kv_cache.cache_shapes(cfg, 1, 100, jnp.bfloat16, True, 1)
     assert {x.dtype for x in jax.tree.leaves(eight[0])} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
-
-
-def test_fused_kernels_are_refused():
-    with pytest.raises(ValueError, match="kernels=fused: they compute attention without gate.*use auto or xla"):
-        check_fused(CFG, jnp.float32, "gpu", 1)
 
 
 def test_a_turn_that_ends_with_a_stop_text_is_never_taken_back():
