@@ -29,7 +29,7 @@ from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.families import QWEN3_5, config_json, read_config
 from tunix_lite.models.gated_delta_net import DeltaState
 from tunix_lite.models.layer_kind import Surroundings
-from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
+from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.planning import flops
 from tunix_lite.rollout import cache as kv_cache
@@ -37,7 +37,7 @@ from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.programs import SamplerSpec, longest_chunk
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch
 
@@ -537,169 +537,3 @@ def test_a_turn_that_ends_with_a_stop_text_is_never_taken_back():
     """Chunks are of one token there: a state cannot be rewound to the middle of one."""
     spec = SamplerSpec(CFG, GenerationConfig(4, 8), (1,), 0, jnp.float32, chunk=8)
     assert longest_chunk(spec) == 1
-
-
-# ---- transformers
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("seed", range(4))
-def test_a_drawn_model_is_that_of_transformers(seed, tmp_path):
-    """Logits, greedy continuations of ragged prompts, and the folder that we write back."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    if not hasattr(transformers, "Qwen3_5ForCausalLM"):
-        pytest.skip("transformers is older than Qwen 3.5")
-    model = drawn_model(np.random.default_rng(seed), torch, transformers)
-    model.save_pretrained(tmp_path / "theirs")
-    cfg, family = read_config(tmp_path / "theirs")
-    assert family is QWEN3_5
-    params = hf.load_params(tmp_path / "theirs", cfg, family)
-
-    # Longer than two chunks.
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 150))
-    with torch.no_grad():
-        theirs = model(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(theirs).max() > 1
-    np.testing.assert_allclose(logits_of(params, cfg, tokens), theirs, atol=1e-4)
-
-    prompts = [np.random.default_rng(n).integers(1, 97, n).tolist() for n in (20, 1, 70, 3, 9)]
-    config = GenerationConfig(70, 24)
-    ours = make_generate(cfg, config, (-1,), 0, rollout=RolloutConfig(num_slots=2, chunk=5))(
-        params, prompts, jax.random.key(0), temperature=0.0
-    )
-    for row, real in zip(ours.tokens, ours.token_mask):
-        asked = torch.tensor(row[:70][real[:70]])[None]
-        all_of_it = torch.ones_like(asked)
-        continued = model.generate(asked, attention_mask=all_of_it, max_new_tokens=24, min_new_tokens=24)
-        np.testing.assert_array_equal(row[real], continued[0].numpy())
-
-    (tmp_path / "ours").mkdir()
-    hf.save_params(params, cfg, family, tmp_path / "ours", hf.stored_dtypes(tmp_path / "theirs", family))
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(config_json(cfg, family)))
-    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(again(torch.tensor(tokens)).logits, torch.tensor(theirs), rtol=0, atol=0)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("seed", range(3))
-def test_in_bfloat16_logits_are_no_further_off_than_those_of_transformers(seed, tmp_path):
-    """From what transformers computes in float64 with the same weights, on average over two rows of 150 tokens."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    model = drawn_model(np.random.default_rng(seed), torch, transformers).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    cfg, family = read_config(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 150))
-    with torch.no_grad():
-        theirs = model(torch.tensor(tokens)).logits.double().numpy()
-        exact = model.double()(torch.tensor(tokens)).logits.numpy()
-    ours = logits_of(hf.load_params(tmp_path, cfg, family), cfg, tokens, jnp.bfloat16)
-    errors = [np.sqrt(np.mean((np.float64(logits) - exact) ** 2)) for logits in (ours, theirs)]
-    assert exact.std() > 0.3 and errors[1] > 1e-3
-    assert errors[0] <= errors[1], errors
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_peft_says_the_same_with_adapters_of_delta_layers(is_wrapped, tmp_path):
-    """Ours read by PEFT, PEFT's read here, and merged; of the text model, and of the larger one around it."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    library = pytest.importorskip("peft", reason="needs the parity extra")
-    model = drawn_model(np.random.default_rng(2), torch, transformers)
-    if is_wrapped:
-        vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "num_position_embeddings": 16}
-        vision |= {"out_hidden_size": model.config.hidden_size, "patch_size": 4}
-        text = model.config.to_dict()
-        tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
-        config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tied)
-        config._attn_implementation = "eager"
-        whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-        whole.model.language_model.load_state_dict(model.model.state_dict())
-        whole.lm_head.load_state_dict(model.lm_head.state_dict())
-        model = whole
-    model.save_pretrained(tmp_path / "base")
-    cfg, family = read_config(tmp_path / "base")
-    assert set(cfg.kinds) == {"delta", "global"}
-    base = hf.load_params(tmp_path / "base", cfg, family)
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 80))
-
-    def says(model) -> np.ndarray:
-        with torch.no_grad():
-            return model.eval()(torch.tensor(tokens)).logits.numpy()
-
-    # Ours, read by PEFT, and merged.
-    lora = LoraConfig(rank=4, alpha=12.0, targets=EVERY_PROJECTION)
-    adapters = jax.tree.map(
-        lambda w: np.random.default_rng(5).normal(0, 0.2, w.shape).astype(np.float32),
-        adapter_weights(decoder.weights(cfg), lora),
-        is_leaf=weights.is_weight,
-    )
-    acting = attach(base, adapters, lora)
-    ours = logits_of(acting, cfg, tokens)
-    assert np.abs(ours - logits_of(base, cfg, tokens)).max() > 0.1
-    (tmp_path / "ours").mkdir()
-    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", "base", is_wrapped=is_wrapped)
-    np.testing.assert_allclose(says(library.PeftModel.from_pretrained(model, tmp_path / "ours")), ours, atol=2e-4)
-    (tmp_path / "merged").mkdir()
-    hf.save_params(acting, cfg, family, tmp_path / "merged", "F32")
-    (tmp_path / "merged" / "config.json").write_text(json.dumps(config_json(cfg, family)))
-    merged = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    np.testing.assert_allclose(says(merged), ours, atol=2e-4)
-
-    # PEFT's, read here: two projections of delta layers, and one of attention.
-    fresh = type(model).from_pretrained(tmp_path / "base", attn_implementation="eager", dtype=torch.float32)
-    modules = r".*layers\.\d+\.(self_attn\.q_proj|linear_attn\.(in_proj_qkv|out_proj))"
-    adapted = library.get_peft_model(fresh, library.LoraConfig(r=3, lora_alpha=6, target_modules=modules))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(tmp_path / "theirs")
-    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "theirs")), cfg, family)
-    loaded = peft.load_adapters(tmp_path / "theirs", cfg, family, read)
-    assert {stack: set(of) for stack, of in loaded["layers"].items()} == {"delta": {"qkv", "o"}, "global": {"q"}}
-    np.testing.assert_allclose(logits_of(attach(base, loaded, read), cfg, tokens), says(adapted), atol=2e-4)
-
-
-def drawn_model(rng: np.random.Generator, torch, transformers):
-    """A tiny model of transformers' class with opinions, of drawn sizes and kinds of layers."""
-
-    def one_of(*choices):
-        return choices[rng.integers(len(choices))]
-
-    num_layers = one_of(3, 4, 6, 9)
-    key_heads = one_of(1, 2, 3)
-    kinds = [one_of("linear_attention", "full_attention") for _ in range(num_layers)]
-    config = transformers.Qwen3_5TextConfig(
-        vocab_size=97,
-        hidden_size=one_of(24, 40),
-        intermediate_size=one_of(32, 56),
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=one_of(1, 2, 4),
-        head_dim=one_of(16, 32),
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=key_heads * one_of(1, 2, 3),
-        linear_key_head_dim=one_of(8, 12),
-        linear_value_head_dim=one_of(8, 20),
-        linear_conv_kernel_dim=one_of(2, 4),
-        layer_types=one_of(None, kinds),
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": one_of(0.25, 0.5, 1.0)},
-        tie_word_embeddings=one_of(True, False),
-        rms_norm_eps=CFG.norm_eps,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(int(rng.integers(100)))
-    config._attn_implementation = "eager"
-    model = transformers.Qwen3_5ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            around = 1.0 if name.endswith(("linear_attn.norm.weight", "dt_bias")) else 0.0
-            wide = 0.3 if "norm" in name else 1.5 if "A_log" in name else 0.15
-            parameter.copy_(torch.randn_like(parameter) * wide + around)
-    model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
-    return model

@@ -16,7 +16,7 @@ from tunix_lite.learner.policy import batch_scores, token_logprobs
 from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.architecture import Architecture, LongRope, Yarn
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
-from tunix_lite.models.lora import LoraConfig, attach
+from tunix_lite.models.lora import LoraConfig
 from tunix_lite.resolved.run import check_generation
 from tunix_lite.settings.compose import compose
 
@@ -236,42 +236,3 @@ def test_the_amplitude_of_yarn_follows_from_its_keys(keys, amplitude, tmp_path):
     change = {"rope_parameters": YARN | keys}
     (tmp_path / "config.json").write_text(json.dumps(config_json(MINISTRAL3, FAMILIES["ministral3"]) | change))
     np.testing.assert_allclose(read_config(tmp_path)[0].yarn.amplitude, amplitude, rtol=1e-12)
-
-
-# ---- PEFT
-
-
-@pytest.mark.parity
-def test_adapters_of_fused_tensors_are_those_of_peft(tmp_path):
-    """What we write computes the same there, and what it writes computes the same here."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    theirs = pytest.importorskip("peft", reason="needs the parity extra")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.Phi3Config(vocab_size=97, num_hidden_layers=2, pad_token_id=0, **sizes)
-    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path / "base")
-
-    def base():
-        return transformers.Phi3ForCausalLM.from_pretrained(tmp_path / "base").eval()
-
-    cfg, family = read_config(tmp_path / "base")
-    params = hf.load_params(tmp_path / "base", cfg, family)
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 12))
-
-    def compare(model, adapters, lora: LoraConfig) -> None:
-        with torch.no_grad():
-            expected = model.eval()(torch.tensor(tokens)).logits.numpy()
-        np.testing.assert_allclose(logits_of(attach(params, adapters, lora), cfg, tokens), expected, atol=1e-5)
-
-    lora = LoraConfig(rank=2, alpha=6.0)
-    adapters = random_adapters(cfg, lora)
-    (tmp_path / "ours").mkdir()
-    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", str(tmp_path / "base"))
-    compare(theirs.PeftModel.from_pretrained(base(), tmp_path / "ours"), adapters, lora)
-
-    modules = ["qkv_proj", "gate_up_proj", "down_proj"]
-    made = theirs.LoraConfig(r=3, lora_alpha=5, target_modules=modules, init_lora_weights=False)
-    model = theirs.get_peft_model(base(), made)
-    model.save_pretrained(tmp_path / "theirs")
-    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "theirs")), cfg, family)
-    compare(model, peft.load_adapters(tmp_path / "theirs", cfg, family, read), read)
