@@ -106,7 +106,7 @@ def test_peft_says_the_same_with_our_adapters_merged_or_not_and_we_with_its(name
     library = pytest.importorskip("peft")
     text, vision, modules = BASES[name]
     kind = getattr(transformers, name)
-    text |= SIZES | {"vocab_size": 97, "num_hidden_layers": 3}
+    text = text | SIZES | {"vocab_size": 97, "num_hidden_layers": 3}
     torch.manual_seed(0)
     config = kind.config_class(**text) if vision is None else kind.config_class(text_config=text, vision_config=vision)
     model = kind(config).eval()
@@ -137,7 +137,7 @@ def test_peft_says_the_same_with_our_adapters_merged_or_not_and_we_with_its(name
     peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", "base", is_wrapped=vision is not None)
     np.testing.assert_allclose(says(library.PeftModel.from_pretrained(model, tmp_path / "ours")), ours, atol=2e-4)
     (tmp_path / "merged").mkdir()
-    write_model(tmp_path / "merged", acting, cfg, family)
+    write_model(tmp_path / "merged", acting, cfg, family, pad_token_id=0)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     np.testing.assert_allclose(says(merged), ours, atol=2e-4)
 

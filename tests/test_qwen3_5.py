@@ -362,8 +362,13 @@ def alone():
 WIDE = pytest.mark.wide
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), *(pytest.param(mesh, marks=WIDE) for mesh in MESHES)])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "mesh, name",
+    [
+        *[((1, 1), "sequences"), ((1, 1), "prefix")],
+        *(pytest.param(mesh, name, marks=WIDE) for mesh in MESHES for name in LAYOUTS),
+    ],
+)
 def test_packed_is_alone_to_the_digits_of_float64(alone, mesh, name):
     set_mesh(*mesh)
     with jax.enable_x64(True):
