@@ -39,10 +39,7 @@ GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
         ({"cfg": replace(CFG, head_dim=96)}, "they take heads of 32, 64, 128 or 256, and head_dim is 96"),
         ({"cfg": replace(CFG, num_heads=34)}, "they take up to 16 query heads of one key head, and the model has 17"),
         ({"cfg": replace(CFG, embed_dim=40)}, "they sum over multiples of 16 numbers, and embed_dim is 40"),
-        (
-            {"tp": 2, "cfg": replace(CFG, mlp_dim=48)},
-            "they sum over multiples of 16 numbers, and mlp_dim over tp is 24",
-        ),
+        ({"tp": 2, "cfg": replace(CFG, mlp_dim=48)}, "they sum over multiples of 16 numbers, and mlp_dim over tp is 2"),
         *(({"cfg": cfg}, "they compute attention without gate") for cfg in OTHERS),
         ({"has_cutoffs": True}, "they draw from all tokens, and generation.top_k, top_p or min_p cuts some off"),
         ({"penalty": 1.5}, "they change no logits, and generation.repetition_penalty is 1.5"),

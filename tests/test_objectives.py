@@ -617,11 +617,7 @@ PIECES = [
     ("weighting", partial(weighting.constant_length, length=5), {"length": 6}),
     ("surrogate", surrogates.clip, {"dual": 1.3}),
     ("surrogate", surrogates.sapo, {"tau_positive": 2.0, "tau_negative": 2.0}),
-    (
-        "surrogate",
-        partial(surrogates.binary_tv, delta_low=0.01, delta_high=0.01),
-        {"delta_low": 1.0, "delta_high": 1.0},
-    ),
+    ("surrogate", partial(surrogates.binary_tv, delta_low=0.01, delta_high=0.01), {"delta_low": 1, "delta_high": 1}),
     ("surrogate", surrogates.binary_tv, {"cap": 1.1, "log_square": 0.1}),
     ("surrogate", surrogates.geometric_mean, {"log_clip": 0.1}),
     ("correction", corrections.truncate_tokens, {"cap": 1.01}),

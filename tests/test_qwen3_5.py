@@ -462,10 +462,7 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
         ({"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not a multiple of linear_num_key_heads=4"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0; it is 1 to"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
-        (
-            {"layer_types": ["linear_attention"] * 4},
-            "layer_types must hold 5 entries, each linear_attention or full_att",
-        ),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must hold 5 entries, each linear_attention or full"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope_type 'yarn' is not supported"),
     ],
 )

@@ -88,9 +88,7 @@ def test_longrope_takes_its_list_by_the_longest_sequence_of_the_architecture(mos
 
 def test_a_run_that_is_too_long_for_the_short_factors_is_refused_with_the_setting():
     run = compose(["model=phi4_mini", "generation.max_prompt_length=4000", "generation.max_new_tokens=97"])
-    with pytest.raises(
-        ValueError, match="made for 4096; model.architecture.max_positions=131072 takes factors of long"
-    ):
+    with pytest.raises(ValueError, match="made for 4096; model.architecture.max_positions=131072 takes factors of"):
         check_generation(run, run.model.architecture)
 
 
@@ -206,7 +204,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         (
             "phi3",
             {"rope_parameters": LONGROPE},
-            "its lists have 3 numbers, and partial_rotary_factor=1.0 of head_dim=8 needs",
+            "its lists have 3 numbers, and partial_rotary_factor=1.0 of head_dim=8",
         ),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
-from processes import run_together
 
 from tunix_lite.learner.update import round_by_chance
 from tunix_lite.models import attention, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
-from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.types import Batch
 
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28
@@ -312,32 +310,6 @@ def test_in_bfloat16_gradients_that_cross_the_mesh_less_often_are_the_same():
     )
     for grads in less_often:
         assert difference(grads, jax.tree.map(np.asarray, every_time)) < 1e-5
-
-
-@pytest.mark.parametrize("packing", ["none", "sequences", "prefix"])
-def test_the_reference_thinks_the_same_however_sequences_are_packed(packing):
-    set_mesh(2, 2)
-    wanted = expected("plain")
-    got = exactness_worker.reference_logprobs(MODELS["plain"], packing, 2, wanted.batch)
-    np.testing.assert_allclose(got, np.where(wanted.batch.loss_weight > 0, wanted.logprobs, 0), atol=2e-5)
-    assert got.dtype == np.float32 and (got[wanted.batch.loss_weight > 0] < 0).all()
-
-
-# ---- several processes
-
-
-def test_two_processes_make_the_same_gradient(tmp_path):
-    wanted = expected("plain")
-    np.savez(tmp_path / "batch.npz", **arrays_of_batch(wanted.batch))
-    first, second = run_together(exactness_worker.__file__, 2, 8, tmp_path, tmp_path / "batch.npz")
-    assert first["devices"] == second["devices"] == [8, 4]
-    assert first == second
-    np.testing.assert_allclose(first["grad_norm"], wanted.norm, rtol=1e-5)
-    for got, right in zip(first["grads"], jax.tree.leaves(wanted.grads), strict=True):
-        right = right.ravel()[:: max(1, right.size // 5)]
-        np.testing.assert_allclose(got, right, atol=1e-5 * norm(right), rtol=1e-5)
-    counts = wanted.batch.loss_weight > 0
-    np.testing.assert_allclose(first["ref_logprobs"], np.where(counts, wanted.logprobs, 0), atol=2e-5)
 
 
 # ---- what the compiled update says
