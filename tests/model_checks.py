@@ -98,10 +98,12 @@ def write_model(folder, params, cfg, family, **more) -> None:
     (folder / "config.json").write_text(json.dumps(config_json(cfg, family) | more))
 
 
-def publish(folder, rename, others, **config) -> None:
-    """Makes of it the folder of a larger model, as it is published: text_config within, other names, other parts."""
+def publish(folder, others, before: str = "", **config) -> None:
+    """Makes of it the folder of a larger model, as it is published: text_config within, names with a
+    prefix, other parts. before: what stands before each name; without it, model. becomes model.language_model."""
     held = hf.read_tensors(folder / hf.SINGLE)
-    longer = {rename(name): x for name, x in held.items()} | {name: np.ones((2, 2)) for name in others}
+    names = {name: before + name if before else name.replace("model.", "model.language_model.", 1) for name in held}
+    longer = {names[name]: x for name, x in held.items()} | {name: np.ones((2, 2)) for name in others}
     hf.write_tensors(folder / hf.SINGLE, longer)
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"text_config": text, "vision_config": {}} | config))

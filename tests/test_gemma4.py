@@ -366,8 +366,7 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     others = [f"model.{part}.x.weight" for part in ("vision_tower", "embed_vision", "audio_tower")]
     unread = [f"model.language_model.layers.6.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm")]
     if is_wrapped:
-        rename = lambda name: name.replace("model.", "model.language_model.", 1)  # noqa: E731
-        publish(tmp_path, rename, others + unread, model_type="gemma4", audio_config=None)
+        publish(tmp_path, others + unread, model_type="gemma4", audio_config=None)
     cfg, family = read_config(tmp_path)
     assert family is GEMMA4 and cfg == replace(CFG, max_positions=cfg.max_positions)
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)

@@ -1,7 +1,9 @@
 """Qwen 3.5: the gated delta net against a loop over tokens, in rows, slots and meshes, and the model as transformers has it."""
 
 import json
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,9 @@ from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch
 
+sys.path.append(str(Path(__file__).parent / "eight_devices"))
+from test_exactness import delta_net
+
 NET = DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=6)
 CFG = Architecture(
     vocab_size=48,
@@ -78,33 +83,10 @@ def layer_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
-def by_token(x: np.ndarray, w: dict[str, np.ndarray], net: DeltaNet = NET) -> np.ndarray:
+def by_token(x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
     """One sequence [T, D] through the layer, token after token, in float64."""
-    qkv = np.einsum("td,dkc->tkc", x, w["qkv"])
-    padded = np.concatenate([np.zeros((net.taps - 1, *qkv.shape[1:])), qkv])
-    memory = np.zeros((net.num_value_heads, net.key_dim, net.value_dim))
-    out = []
-    for t in range(len(x)):
-        summed = sum(padded[t + i] * w["conv"][..., i] for i in range(net.taps))
-        mixed = summed / (1 + np.exp(-summed))
-        heads = []
-        for head in range(net.num_value_heads):
-            per_key_head = net.num_value_heads // net.num_key_heads
-            of_key_head = mixed[head // per_key_head]
-            q, k = of_key_head[: net.key_dim], of_key_head[net.key_dim : 2 * net.key_dim]
-            first = 2 * net.key_dim + head % per_key_head * net.value_dim
-            v = of_key_head[first : first + net.value_dim]
-            q = q / np.sqrt((q**2).sum() + 1e-6) / np.sqrt(net.key_dim)
-            k = k / np.sqrt((k**2).sum() + 1e-6)
-            beta = 1 / (1 + np.exp(-x[t] @ w["b"][:, head]))
-            step = np.log1p(np.exp(x[t] @ w["a"][:, head] + w["step_bias"][head]))
-            memory[head] *= np.exp(-np.exp(w["decay"][head]) * step)
-            memory[head] += np.outer(k, beta * (v - memory[head].T @ k))
-            o = memory[head].T @ q
-            z = x[t] @ w["z"][:, head]
-            heads.append(o / np.sqrt((o**2).mean() + CFG.norm_eps) * w["norm"] * z / (1 + np.exp(-z)))
-        out.append(np.einsum("vh,vhd->d", np.stack(heads), w["o"]))
-    return np.stack(out)
+    with jax.enable_x64(True):
+        return np.asarray(delta_net(jnp.asarray(x), jax.tree.map(jnp.asarray, w), NET, CFG.norm_eps))
 
 
 def mixed(x, w, sequences: attention.AttentionMeta, state: DeltaState | None = None, dtype=np.float32):
@@ -441,13 +423,7 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     write_model(tmp_path, params, CFG, QWEN3_5)
     if is_wrapped:
         others = ("mtp.fc.weight", "model.visual.patch_embed.proj.weight")
-        publish(
-            tmp_path,
-            lambda name: name.replace("model.", "model.language_model.", 1),
-            others,
-            model_type="qwen3_5",
-            tie_word_embeddings=False,
-        )
+        publish(tmp_path, others, model_type="qwen3_5", tie_word_embeddings=False)
         config = json.loads((tmp_path / "config.json").read_text())
         config["text_config"]["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
         (tmp_path / "config.json").write_text(json.dumps(config))
