@@ -5,16 +5,20 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from conftest import random_params
+from model_checks import check_sampled, sampled
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.config import RunConfig
-from tunix_lite.models import decoder, hf, source
+from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.models import decoder, hf, source, weights
+from tunix_lite.models.architecture import repeated
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.settings.compose import compose
@@ -84,9 +88,7 @@ def test_the_table_of_names_is_the_one_of_the_code():
 @pytest.mark.parametrize("command", [SIZE, SIZE_OF_THE_FAMILY], ids=["llama", "mistral"])
 def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
     state = train(run_of(command, *QUICK), tmp_path)
-    assert int(state.step) == 1
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+    check_trained(state, tmp_path)
     shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
     assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["layers/q"] == (2, 64, 4, 16)
 
@@ -109,11 +111,42 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
 
 
 def test_a_kind_of_layer_trains(tmp_path):
-    state = train(run_of(KIND, *QUICK), tmp_path)
-    shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
-    assert shapes["layers/UNROTATED/q"] == shapes["layers/global/q"] == (1, 64, 4, 16)
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    check_trained(train(run_of(KIND, *QUICK), tmp_path), tmp_path)
+    shapes = {path: w.shape for path, w in weights.flatten(decoder.weights(MIXED)).items() if path.endswith("/q")}
+    assert shapes == {"layers/UNROTATED/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}, "a stack for each kind"
+
+
+def check_trained(state, folder: Path) -> None:
+    """One step with a finite loss, and some gradient."""
+    assert int(state.step) == 1
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+
+
+# two periods of a made-up kind and one of the package, and a layer that is left over
+NAME = "unrotated.UNROTATED"
+MIXED = decoder.Architecture(32, 7, 16, 4, 2, 8, 24, pattern=(NAME, NAME, "local"), window=5, query_scale=8)
+
+
+def test_a_pattern_names_kinds_that_there_are():
+    with pytest.raises(ValueError, match="its entries are local, global"):
+        replace(MIXED, pattern=("nope",))
+    with pytest.raises(ValueError, match="whose last names differ"):
+        replace(MIXED, pattern=("a.NOPE", "b.NOPE"))
+    with pytest.raises(ValueError, match="is not a LayerKind"):
+        decoder.weights(replace(MIXED, pattern=("test_extend_model.NAME",)))
+
+
+def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_scores():
+    assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
+    params = random_params(MIXED)
+    rollout = sampled(MIXED, params)
+    scored = [
+        jax.jit(partial(token_logprobs, cfg=MIXED, scan_layers=way))(params, rollout.tokens, rollout.token_mask)
+        for way in (True, False)
+    ]
+    np.testing.assert_allclose(*scored, atol=1e-5)
+    check_sampled(rollout, scored[0])
 
 
 # ---- a family
@@ -156,14 +189,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
 @pytest.mark.parametrize("row", table("in config.json"), ids=lambda row: f"{row[1]}: {row[0]}")
 def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
     change, family = json.loads(row[0]), find_family(row[1])
-    layers = (
-        {"pattern": ("local",), "window": 5}
-        if row[1] == "mistral.MISTRAL"
-        else {"pattern": ("global",), "window": None}
-    )
-    cfg = decoder.Architecture(
-        32, 2, 16, 4, 2, 8, 24, query_scale=8, **(layers | {"rope_theta_global": 1e4} | family.flags)
-    )
+    layers = {"pattern": ("global",), "window": None, "rope_theta_global": 1e4}
+    if row[1] == "mistral.MISTRAL":
+        layers |= {"pattern": ("local",), "window": 5}
+    cfg = decoder.Architecture(32, 2, 16, 4, 2, 8, 24, query_scale=8, **layers | family.flags)
     values = config_json(cfg, family) | {"rope_theta": 1e4}
     del values["rope_parameters"]  # the older spelling, which the page uses
     (tmp_path / "config.json").write_text(json.dumps(values))

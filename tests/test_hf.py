@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
+from model_checks import write_model
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
@@ -23,8 +24,7 @@ CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5
 
 @pytest.fixture
 def folder(tmp_path):
-    hf.save_params(random_params(CFG), CFG, GEMMA3, tmp_path, "F32")
-    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
+    write_model(tmp_path, random_params(CFG), CFG, GEMMA3)
     return tmp_path
 
 
@@ -34,6 +34,11 @@ def test_what_is_written_reads_back_on_any_mesh(folder):
     for shape in ((1, 1), (2, 2), (4, 1)):
         set_mesh(*shape)
         jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), expected)
+    # a file cut short is never half a model
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        hf.load_params(folder, CFG, GEMMA3)
 
 
 def test_each_device_reads_only_its_slice(folder, monkeypatch):
@@ -128,13 +133,6 @@ def test_every_tensor_that_does_not_fit_is_listed(folder):
     assert "missing: model.layers.4.mlp.up_proj.weight [24, 16]" in str(error.value)
     assert "unexpected: model.layers.0.self_attn.q_proj.bias" in str(error.value)
     assert "shape: model.norm.weight is [17], and should be [16]" in str(error.value)
-
-
-def test_a_file_cut_short_is_never_half_a_model(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
-        hf.load_params(folder, CFG, GEMMA3)
 
 
 def test_folders_without_what_is_needed(tmp_path):
