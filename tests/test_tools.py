@@ -128,6 +128,14 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         (AS_LLAMA, [ADD]),
         (f"<|python_tag|>{AS_LLAMA}; {AS_LLAMA}", [ADD, ADD]),
         ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
+        # Gemma 4
+        ("<|tool_call>call:add{a:1,b:2}<tool_call|>", [ADD]),
+        ("I add.<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>", [ADD, ToolCall("now", {})]),
+        ("<|tool_call>call:add{a:1,b:2}", [ADD]),
+        (
+            '<|tool_call>call:log.in{to:<|"|>say "a:1", {b:2}\n<|"|>,no:None,deep:{x:[true,-1.5e3,<|"|><|"|>,null]}}<tool_call|>',
+            [ToolCall("log.in", {"to": 'say "a:1", {b:2}\n', "no": None, "deep": {"x": [True, -1500.0, "", None]}})],
+        ),
         # answers
         ("The answer is 3.", []),
         ("", []),
@@ -149,6 +157,8 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
         ('<tool_call>{"arguments": {}}</tool_call>', "a call has a name and arguments"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
         ("<function=add>no</function>", "the arguments of add are no JSON"),
+        ("<|tool_call>add{a:1}<tool_call|>", "a call is call:name{argument:value}; this is"),
+        ("<|tool_call>call:add{a:<|\"|>1}<tool_call|>", "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
         ("```tool_code\nadd(a=b)\n```", "an argument is no plain value"),
         ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
