@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.commands.train import _look_at as look_at
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs.setup import prepare, write_fingerprint
@@ -60,6 +61,17 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def folder(whole, tmp_path) -> Path:
     return shutil.copytree(whole, tmp_path / "run")
+
+
+def test_a_dry_run_of_a_run_that_goes_on_compares_their_settings(folder, capsys):
+    look_at(compose(RUN), folder)
+    begins = f"from the checkpoint in {folder / 'checkpoints'}"
+    assert f"{begins}\n" in capsys.readouterr().out
+    other = [*RUN, "model.chat_template=plain", "generation.max_prompt_length=40"]
+    with pytest.raises(ConfigError, match="this is not the run in .*: chat_template: .* resume.force=true"):
+        look_at(compose(other), folder)
+    look_at(compose([*other, "resume.force=true"]), folder)
+    assert f"{begins}; what differs from its run: chat_template: " in capsys.readouterr().out
 
 
 def prepared(folder: Path, *more: str):

@@ -323,6 +323,16 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         # Llama
         (AS_LLAMA, [ADD]),
         (f"<|python_tag|>{AS_LLAMA}; {AS_LLAMA}", [ADD, ADD]),
+        # Gemma 4
+        (
+            "I add.<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>",
+            [ADD, ToolCall("now", {})],
+        ),
+        ("<|tool_call>call:add{a:1,b:2}", [ADD]),
+        (
+            '<|tool_call>call:log.in{to:<|"|>say "a:1", {b:2}\n<|"|>,no:None,deep:{x:[true,-1.5e3,<|"|><|"|>,null]}}<tool_call|>',
+            [ToolCall("log.in", {"to": 'say "a:1", {b:2}\n', "no": None, "deep": {"x": [True, -1500.0, "", None]}})],
+        ),
         ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
         # answers
         ("The answer is 3.", []),
@@ -339,6 +349,8 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
     [
         ("<tool_call>{'name': 'add'}</tool_call>", "the call is no JSON"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
+        ("<|tool_call>add{a:1}<tool_call|>", "a call is call:name{argument:value}; this is"),
+        ('<|tool_call>call:add{a:<|"|>1}<tool_call|>', "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
         ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
         ("```tool_code\nadd(a=" + "(" * 5000 + "\n```", "the call is no Python"),

@@ -200,7 +200,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("ministral3", {"rope_parameters": YARN | {"truncate": False}}, "truncate: yarn is supported with true alone"),
         ("phi3", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default or longrope"),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": 3}}, "long_factor=3; it is a list of numbers"),
-        ("phi3", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "short_factors has 3 numbers, and long_fac"),
+        ("phi3", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "short_factor has 3 numbers, and long_fac"),
         (
             "phi3",
             {"rope_parameters": LONGROPE},

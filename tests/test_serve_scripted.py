@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import pytest
 from scripted_engine import ScriptedEngine, listening
 from test_serve import post, raw, until
-from test_tokenizer import FAMILIES, GEMMA_TEMPLATE, gemma
+from test_tokenizer import FAMILIES, GEMMA_TEMPLATE, byte_fallback, gemma, write
+from test_tokenizer import GEMMA as SPECIAL
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -222,6 +223,8 @@ ARGUMENTS = {"a": 1, "b": 2}
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
 GEMMA = "```tool_code\nadd(a=1, b=2)\n```"
+MARKS = ["<|tool_call>", "<tool_call|>", '<|"|>']
+GEMMA4 = "I add.<|tool_call>call:add{a:1,b:2}<tool_call|>"
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +237,9 @@ def tokenizers_of(tmp_path_factory):
     # a template such as Gemma's with a form for tools
     with_tools = GEMMA_TEMPLATE.replace("{%- for turn in turns -%}", "{{ tools | tojson }}{%- for turn in turns -%}")
     found["gemma_tools"] = Tokenizer.load(gemma(tmp_path_factory.mktemp("tools") / "gemma", with_tools))
+    with_marks = byte_fallback([*SPECIAL, *MARKS])
+    folder = tmp_path_factory.mktemp("tools") / "gemma4"
+    found["gemma4"] = Tokenizer.load(write(folder, with_marks, with_tools, bos="<bos>", eos="<eos>", eos_ids=[1, 4]))
     return found
 
 
@@ -271,7 +277,8 @@ def ask(client, messages=ASKED, **settings):
 
 
 @pytest.mark.parametrize(
-    "family, said", [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3", LLAMA), ("gemma_tools", GEMMA)]
+    "family, said",
+    [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3", LLAMA), ("gemma_tools", GEMMA), ("gemma4", GEMMA4)],
 )
 def test_a_call_and_its_result_go_round(tokenizers_of, family, said):
     """The model calls, the client answers, the model goes on: each family in its own form."""
@@ -283,11 +290,12 @@ def test_a_call_and_its_result_go_round(tokenizers_of, family, said):
 
     with serving(tokenizer, say) as (client, engine):
         [choice] = ask(client).choices
-        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == ("I add." if family == "gemma4" else None)
         [call] = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "add")
         assert json.loads(call.function.arguments) == ARGUMENTS
-        if family == "gemma_tools":
+        if family.startswith("gemma"):
             # Gemma takes turns of user and model, and has no role for tools.
             return
         result = {"role": "tool", "tool_call_id": call.id, "content": "it is three"}
@@ -298,6 +306,14 @@ def test_a_call_and_its_result_go_round(tokenizers_of, family, said):
         read = tokenizer.decode(engine.asked[-1].ids, skip_special=False)
         name = '{"name": "add", "' + ("parameters" if family == "llama3" else "arguments")
         assert f'{name}": {{"a": 1, "b": 2}}}}' in read or family == "qwen3"
+
+
+def test_special_tokens_of_a_call_are_text_and_others_are_not(tokenizers_of):
+    tokenizer, text = tokenizers_of["gemma4"], '<|tool_call>call:say{to:<|"|>you<|"|>}<tool_call|>'
+    ids = tokenizer.encode(f"{text}<end_of_turn>")
+    assert tokenizer.vocabulary[MARKS[2]] in ids
+    stream = tokenizer.stream()
+    assert tokenizer.decode(ids) == "".join(map(stream.feed, ([one] for one in ids))) + stream.end() == text
 
 
 @pytest.mark.parametrize("stream", [False, True])

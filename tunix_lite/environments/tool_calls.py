@@ -4,6 +4,8 @@
     Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
     Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
                    or <function=add>{"a": 1}</function> around them
+    Gemma 4        <|tool_call>call:add{a:1,to:<|"|>text as it is<|"|>}<tool_call|>, once for each
+                   call; values may be lists and objects, and null is None
 
 Nothing of a completion is run to read it.
 """
@@ -22,6 +24,13 @@ FENCE = re.compile(
     r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL
 )
 PYTHON_TAG = "<|python_tag|>"
+# Gemma 4: a call, what is in it, what stands around a text, and what is no JSON beside texts.
+GEMMA4_TAG = "<|tool_call>"
+GEMMA4 = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
+GEMMA4_CALL = re.compile(r"call:([\w.-]+)\s*(\{.*\})", re.DOTALL)
+GEMMA4_QUOTE = '<|"|>'
+BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\]:,\"]+)(?=\s*:)")
+BARE_NONE = re.compile(r"([:,\[]\s*)None\b")
 ARGUMENTS = ("arguments", "parameters", "args")
 # characters of a completion that are read as code, so that no nesting is too deep for the parser
 LONGEST = 16 * 1024
@@ -47,6 +56,8 @@ def calls_in(completion: str) -> list[ToolCall]:
         return [call for text in bodies for call in _of_json(text, is_call=True)]
     if named := FUNCTION.findall(completion):
         return [_with_arguments(name, text) for name, text in named]
+    if bodies := GEMMA4.findall(completion):
+        return [_of_gemma4(text) for text in bodies]
     text = completion.strip()
     calls = []
     for kind, body in FENCE.findall(text):
@@ -122,6 +133,20 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
         except (ValueError, RecursionError) as error:
             return ToolCall(name, problem=f"the arguments of {name} are no JSON: {error}")
     return ToolCall(name, arguments)
+
+
+def _of_gemma4(text: str) -> ToolCall:
+    """A call as Gemma 4 writes it: JSON with bare keys, and texts that nothing is escaped in."""
+    call = GEMMA4_CALL.fullmatch(text.strip())
+    if call is None or len(text) > LONGEST:
+        problem = f"a call is call:name{{argument:value}}; this is {short_repr(text)}"
+        return ToolCall("", problem=problem)
+    name, arguments = call.groups()
+    parts = arguments.split(GEMMA4_QUOTE)
+    # Every second part is a text.
+    parts[0::2] = [BARE_NONE.sub(r"\1null", BARE_KEY.sub(r'\1"\2"', x)) for x in parts[0::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return _with_arguments(name, "".join(parts))
 
 
 def _of_python(text: str) -> list[ToolCall]:

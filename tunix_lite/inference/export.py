@@ -24,7 +24,7 @@ from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import attention, decoder, families, gguf_out, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
 from tunix_lite.models.gguf_file import is_gguf
-from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.gguf_metadata import MODEL_TYPES, small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
@@ -82,7 +82,9 @@ def check_export(
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if kind != "gguf" and (kind == "full") == model_has_adapters:
-        right = "merged, adapter or gguf_adapter" if model_has_adapters else "full or gguf"
+        formats = ("merged, adapter", "gguf_adapter") if model_has_adapters else ("full", "gguf")
+        in_gguf = ", ".join(MODEL_TYPES)
+        right = f"{formats[0]}, or {formats[1]} for the families {in_gguf}"
         raise ConfigError(
             f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
             f"{right}"

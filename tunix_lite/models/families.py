@@ -45,6 +45,14 @@ YARN_KEYS = {
     "amplitude": "attention_factor",
     "query_growth": "llama_4_scaling_beta",
 }
+# Field that a message of Architecture, or of what it holds, names -> key of a rope object.
+ROPE_KEYS = {field: key for field, key in YARN_KEYS.items() if field != key} | {
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+    "long_positions": MOST,
+    "rope_theta_global": "rope_theta",
+    "rope_theta_local": "rope_theta",
+}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -126,8 +134,10 @@ def _local_by_list(hf: dict) -> list[str]:
     """The kind of every layer of a config.json: of `layer_types` if given, else of Qwen's two keys,
     else global. Raises ValueError for a list that does not fit."""
     count = hf["num_hidden_layers"]
-    has_windows = hf.get("use_sliding_window")
-    first_local = hf.get("max_window_layers", count) if has_windows else count
+    has_windows = _number(hf.get("use_sliding_window") or False, "use_sliding_window", bool)
+    first_local = count
+    if has_windows:
+        first_local = _number(hf.get("max_window_layers", count), "max_window_layers", int)
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
@@ -213,6 +223,13 @@ def _gemma4_keys(hf: dict) -> dict:
         hf["global_head_dim"] = own.get("head_dim", hf["head_dim"])
         hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
     elif not hf["attention_k_eq_v"]:
+        # transformers takes num_key_value_heads then, whatever this key says.
+        heads = hf["num_key_value_heads"]
+        if (own := hf["num_global_key_value_heads"]) not in (None, heads):
+            raise ValueError(
+                f"num_global_key_value_heads={shown(own)} beside attention_k_eq_v=false, with "
+                f"which these layers have num_key_value_heads={shown(heads)}; delete that key"
+            )
         hf["num_global_key_value_heads"] = None
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported")
@@ -666,7 +683,10 @@ def _in_keys(message: str, family: Family) -> str:
     keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
     names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
     fields_in_text = rf"\b({names})\b(?==| is not given)"
-    return re.sub(fields_in_text, lambda field: keys[field[1]], message)
+    message = re.sub(fields_in_text, lambda field: keys[field[1]], message)
+    # Fields of rope objects are no words of other messages.
+    names = "|".join(ROPE_KEYS)
+    return re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
 
 
 def _config_from(hf: dict, family: Family) -> Architecture:
@@ -821,9 +841,15 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     """The field of Architecture that stretches wavelengths as one rope object of a config.json
     says; {}: nothing does. Raises ValueError."""
     kind = rope.get("rope_type", "default")
+    *most, last = family.ropes
+    names = f"{', '.join(most)} or {last}" if most else last
+    stretches = rope.keys() & {"factor", "short_factor", "long_factor"}
+    if stretches and "rope_type" not in rope:
+        key = min(stretches)
+        raise ValueError(
+            f"{key}={shown(rope[key])} has no rope_type beside it; add that key, which is {names}"
+        )
     if kind not in family.ropes:
-        *most, last = family.ropes
-        names = f"{', '.join(most)} or {last}" if most else last
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
 
     def number(key: str, kind: type = float) -> Any:

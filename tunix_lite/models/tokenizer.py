@@ -40,6 +40,8 @@ FILES = (
 _MOST_GROWTH = 1000
 # Name of a tool, or text of a turn, that no template knows, to see whether and where it is written.
 _PROBE = "ProbeOfTools"
+# Special tokens of Gemma 4 that are part of a call of a tool (environments/tool_calls.py).
+_OF_CALLS = ("<|tool_call>", "<tool_call|>", '<|"|>')
 # Flags of a token in tokenizer_config.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
@@ -249,10 +251,20 @@ class Tokenizer:
             ]
         return [match.span() for match in self._special_texts.finditer(text)]
 
+    @cached_property
+    def silent_ids(self) -> frozenset[int]:
+        """The special tokens, without those that are part of a call of a tool."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(
+            i for i, token in added.items() if token.special and token.content not in _OF_CALLS
+        )
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the tokens. skip_special: without the special tokens."""
+        """The text of the tokens. skip_special: without the special tokens, other than those of
+        calls."""
+        kept = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
         with _panics_named():
-            return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+            return self.backend.decode(kept, skip_special_tokens=False)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A decoder for tokens that come one after the other. skip_special: as of `decode`."""
@@ -541,8 +553,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self.tokenizer = tokenizer
         self.skip_special = skip_special
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self.silent = {i for i, token in added.items() if token.special and skip_special}
+        self.silent = tokenizer.silent_ids if skip_special else frozenset()
         # The tokens of the last piece that had text, and those after it.
         self.ids: list[int] = []
         # How many of them are that piece.

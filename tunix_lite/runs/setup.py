@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
+from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import (
     as_text,
@@ -424,9 +426,10 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         return folder
 
 
-def check_resumed(parts: Parts, earlier: RunDir) -> str:
+def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> str:
     """Describes allowed differences from the run whose checkpoint this one resumes. Raises
-    ConfigError for others. All weights of `parts` are on this machine."""
+    ConfigError for others. is_downloaded: all weights of `parts` are on this machine; else weights
+    are not compared where a model is of the hub."""
     is_forced = parts.resolved.run.resume.force
     with error_context("resume"):
         try:
@@ -438,6 +441,10 @@ def check_resumed(parts: Parts, earlier: RunDir) -> str:
                 ) from error
             return str(error)
         ours = json.loads(json.dumps(_fingerprint_of(parts)))
+        names = [model.name for model in (parts.model, *parts.frozen_models.values())]
+        if not is_downloaded and any(map(is_hub_name, names)):
+            for values, name in product((ours, theirs), ("weights", "frozen_weights")):
+                values.pop(name, None)
         return check_same_run(ours, theirs, earlier.path, is_forced)
 
 

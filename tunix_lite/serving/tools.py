@@ -8,14 +8,14 @@ its arguments to fit: the client checks them.
 import json
 import secrets
 
-from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
+from tunix_lite.environments.tool_calls import GEMMA4_TAG, PYTHON_TAG, calls_in
 from tunix_lite.files.plain_text import shown
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.serving.bad_call import BadCall
 
 # What a call begins with. A bare one begins with a bracket, at the start of what is said.
-_MARKS = ("<tool_call>", "<function=", PYTHON_TAG, "```")
+_MARKS = ("<tool_call>", "<function=", GEMMA4_TAG, PYTHON_TAG, "```")
 _BRACKETS = ("{", "[")
 _NO_FORM = (
     "the chat template of this model has no form for tools; leave tools out, and write into a "
