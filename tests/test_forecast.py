@@ -14,14 +14,7 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
-from tunix_lite.planning.forecast import (
-    Forecast,
-    PredictedRow,
-    decode_steps,
-    forecast,
-    measured,
-    predicted_against,
-)
+from tunix_lite.planning.forecast import decode_steps, forecast
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
@@ -114,11 +107,7 @@ def recorded_run(folder):
     (folder / "samples").mkdir(parents=True)
     rows = [{"tokens": [1] * n, "completion": "x"} for n in (2, 4, 9)]
     (folder / "samples" / "step_000004.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = [
-        {"step": i, "time/rollout": 2.0, "time/update": 3.0, "time/step": 6.0, "rollout/prefill_tokens": 50}
-        for i in range(4)
-    ]
-    metrics[0] |= {"time/update": 90.0, "time/step": 99.0}
+    metrics = [{"step": i, "time/step": 6.0, "rollout/prefill_tokens": 50} for i in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + "{broken\n")
     (folder / "plan.json").write_text(json.dumps({"plans": [{"prompts_of_rollout": 5}]}))
     return str(folder)
@@ -132,41 +121,6 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
     assert set(completions.reshape(-1).tolist()) == {2, 4, 6}
     with pytest.raises(ConfigError, match=r"lengths_of=.*no samples with tokens"):
         lengths.recorded_lengths(str(tmp_path))
-
-
-def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
-    """The first steps compile and do not count."""
-    took = measured(recorded_run(tmp_path / "run"))
-    seconds = {"prefill": 0.5, "decode": 1.5, "update": 2.4}
-    found = Forecast(seconds, 100, 8, 1, 10, "by decree", "assumed")
-    rows = {row.name: row for row in predicted_against(found, took)}
-    assert rows["rollout"] == PredictedRow("rollout", 2.0, 2.0)
-    assert rows["update"].off == pytest.approx(-0.2)
-    assert rows["step"].measured == 6.0
-    assert rows["step"].off == pytest.approx(4.4 / 6 - 1)
-    assert rows["decode steps"].measured is None
-    with pytest.raises(ConfigError, match=r"verify=.*metrics\.jsonl"):
-        measured(str(tmp_path))
-    file = tmp_path / "run" / "metrics.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
-        measured(str(tmp_path / "run"))
-
-
-def test_a_run_with_other_settings_is_not_compared(tmp_path):
-    folder = tmp_path / "run"
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("- training.remat=block\n- seed=3\n- project_name=x\n")
-    command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block"])
-    words = [f"verify={folder}", "training.remat=block", "training.max_steps=9", "target=h100", "seed=1"]
-    command.check_same_overrides(str(folder), words)
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan target=h100 training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["target=h100"])
-    # what the run did not have is not taken for a part of it
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["training.remat=block", "training.packing=none"])
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["training.remat=none"])
 
 
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):
@@ -216,18 +170,6 @@ def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg
     command.plan(compose(words), settings)
     assert "predicted" not in "\n".join(capsys.readouterr().out.splitlines()[-6:])
     assert "forecast" not in json.loads((tmp_path / "plan.json").read_text())["plans"][0]
-    with pytest.raises(ValueError, match="analytic=true compiles nothing, and time is predicted"):
-        PlanConfig(analytic=True, verify="outputs/mine")
-
-
-def test_a_run_is_compared_with_what_its_programs_are_predicted_to_take(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    folder = recorded_run(tmp_path / "run")
-    monkeypatch.setattr(command.planning, "with_compiled", lambda plan, *_: replace(plan, programs=PROGRAMS))
-    lines = command.verified(compose(SMALL), PlanConfig(verify=folder))
-    assert [line.split()[0] for line in lines[1:4]] == ["rollout", "update", "step"]
-    assert lines[-2].startswith("predicted: by the kernels of the compiled programs on this machine (measured: ")
-    assert lines[-1].startswith("measured: medians of ")
 
 
 def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -20,7 +20,6 @@ from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
-from tunix_lite.report.evidence import read_overrides
 from tunix_lite.resolved.run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
@@ -40,19 +39,12 @@ class PlanConfig:
     analytic: bool = False
     # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
-    # Folder of a run made with the same settings: prints predicted against measured, and no plan.
-    verify: str | None = None
     # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
-        if self.analytic and self.verify is not None:
-            raise ValueError(
-                "analytic=true compiles nothing, and time is predicted from compiled programs; "
-                "leave it out"
-            )
 
 
 def main() -> None:
@@ -70,9 +62,6 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
         # unless CUDA is none of the platforms that jax may use.
         jax.config.update("jax_platforms", "cpu")
-    if settings.verify is not None:
-        print("\n".join(verified(run, settings)))
-        return
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
     if settings.lengths_of is not None:
@@ -200,54 +189,3 @@ def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
     hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
     found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
     return replace(plan, forecast=found)
-
-
-def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
-    """Predicted against measured, of a run with these settings on the attached devices. Raises
-    ConfigError if the run was started with others, or does not fit."""
-    took = forecast.measured(settings.verify)
-    check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = recorded_lengths(settings.verify, "verify")
-    best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
-    found = _with_forecast(best, lengths).forecast
-    if found is None:
-        raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
-    return [
-        *report.compared_lines(forecast.predicted_against(found, took)),
-        f"predicted: {found.source}; lengths {found.lengths}",
-        f"measured: medians of {settings.verify}/metrics.jsonl after the first "
-        f"{forecast.FIRST} steps",
-    ]
-
-
-# Settings that change no time of a step.
-_NO_MATTER = (
-    "project_name",
-    "hydra.",
-    "seed",
-    "resume",
-    "evaluation.",
-    "tracking.",
-    "runtime.",
-)
-_NO_MATTER += tuple(
-    f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_")
-)
-
-
-def check_same_overrides(folder: str, words: list[str]) -> None:
-    """Raises ConfigError, with the command to paste, if these words lack settings that the run was
-    started with, or have others."""
-    started = read_overrides(Path(folder).expanduser(), [])
-    if started is None:
-        return
-    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
-    missing = [one for one in started if one not in words and not one.startswith(_NO_MATTER)]
-    added = [one for one in asked if one not in started and not one.startswith(_NO_MATTER)]
-    if missing or added:
-        kept = [one for one in words if one not in added]
-        command = shlex.join(["tunix-lite", "plan", *kept, *missing])
-        raise ConfigError(
-            f"verify={folder}: the run was started with other settings: {command}"
-        )

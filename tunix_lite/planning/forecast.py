@@ -12,24 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.errors import ConfigError
 from tunix_lite.planning import speed
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.kernels import predicted_seconds
-from tunix_lite.planning.lengths import Lengths, json_rows
+from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.engine import padded_width, prompt_widths
-
-# Steps left out at the start of a run, which compile.
-FIRST = 2
 
 
 @dataclass(frozen=True)
@@ -162,67 +157,3 @@ def measured_hardware(platform: str) -> Hardware:
     name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
     rates = (flops / devices, bandwidth, bandwidth, bandwidth)
     return Hardware(name, platform, 0, *rates, 1024, (), None)
-
-
-# ---- predicted against measured
-
-
-@dataclass(frozen=True)
-class PredictedRow:
-    """One row: predicted and measured, in seconds, tokens or steps.
-
-    Example: PredictedRow("update", 0.78, 0.80).off is -0.025.
-    """
-
-    name: str
-    predicted: float
-    # None: the run has not measured it
-    measured: float | None
-
-    @property
-    def off(self) -> float | None:
-        """How far off the prediction is, as a share of what was measured."""
-        return self.predicted / self.measured - 1 if self.measured else None
-
-
-def measured(folder: str) -> dict[str, float]:
-    """Medians of the numbers in metrics.jsonl over the steps after the first ones; a phase of only
-    some steps counts with its share of a step. Raises ConfigError where there are none."""
-    file = Path(folder).expanduser() / "metrics.jsonl"
-    rows = [row for row in json_rows(file) if isinstance(row.get("time/step"), int | float)]
-    if not rows:
-        raise ConfigError(
-            f"verify={folder}: there is no metrics.jsonl with steps of a run in it"
-        )
-    if len(rows) <= FIRST:
-        raise ConfigError(
-            f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "
-            f"count, so it takes at least {FIRST + 1}"
-        )
-    rows = rows[FIRST:]
-    medians = {}
-    for name in {name for row in rows for name in row}:
-        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        if values:
-            share = len(values) / len(rows) if name.startswith("time/") else 1.0
-            medians[name] = float(statistics.median(values)) * share
-    return medians
-
-
-def predicted_against(made: Forecast, took: dict[str, float]) -> list[PredictedRow]:
-    """Predicted against measured: phases, the step, tokens and decode steps."""
-    seconds = dict(made.seconds)
-    if "decode" in seconds:
-        seconds = {"rollout": seconds.pop("prefill") + seconds.pop("decode")} | seconds
-    rows = []
-    for phase, predicted in seconds.items():
-        names = ["reference", "rescore"] if phase == "scoring" else [phase]
-        known = [took[f"time/{name}"] for name in names if f"time/{name}" in took]
-        rows.append(PredictedRow(phase, predicted, sum(known) if known else None))
-    rate = took.get("perf/tokens_per_second")
-    rows.append(PredictedRow("step", made.step_seconds, took["time/step"]))
-    rows.append(PredictedRow("tokens/s", made.tokens_per_second, rate))
-    if made.decode_steps:
-        steps = took.get("rollout/decode_steps")
-        rows.append(PredictedRow("decode steps", float(made.decode_steps), steps))
-    return rows

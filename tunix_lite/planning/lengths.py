@@ -82,9 +82,9 @@ def assumed(
     return np.clip(drawn, 1, longest).astype(int)
 
 
-def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
-    """The lengths that a run recorded in its samples and metrics. Raises ConfigError, which names
-    the setting, where it recorded none."""
+def recorded_lengths(folder: str) -> Lengths:
+    """The lengths that a run recorded in its samples and metrics. Raises ConfigError where it
+    recorded none."""
     path = Path(folder).expanduser()
     rows = [
         row for file in sorted(path.glob("samples/step_*.jsonl")) for row in json_rows(file)
@@ -93,7 +93,7 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     completions = tuple(len(row) for row in tokens if row)
     if not completions:
         raise ConfigError(
-            f"{setting}={folder}: there are no samples with tokens, such as "
+            f"lengths_of={folder}: there are no samples with tokens, such as "
             "samples/step_000020.jsonl"
         )
 
@@ -106,7 +106,7 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
     if not read or not isinstance(prompts, int) or not prompts:
         raise ConfigError(
-            f"{setting}={folder}: metrics.jsonl has no rollout/prefill_tokens, or plan.json no "
+            f"lengths_of={folder}: metrics.jsonl has no rollout/prefill_tokens, or plan.json no "
             "number of prompts, so the length of the prompts is not known"
         )
     mean_prompt = float(np.mean(read)) / prompts

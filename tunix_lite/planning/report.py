@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.forecast import Forecast, PredictedRow
+from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
@@ -162,16 +162,6 @@ def forecast_lines(found: Forecast) -> list[str]:
         f"  {found.source}",
         f"  lengths {found.lengths}",
     ]
-
-
-def compared_lines(rows: list[PredictedRow]) -> list[str]:
-    """Predicted against measured, phase by phase."""
-    cells = [("", "predicted", "measured", "off by")]
-    for row in rows:
-        took = "-" if row.measured is None else _three_digits(row.measured)
-        off = "-" if row.off is None else f"{row.off:+.0%}"
-        cells.append((row.name, _three_digits(row.predicted), took, off))
-    return columns(cells)
 
 
 def gib(size: float) -> str:
