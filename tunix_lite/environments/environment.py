@@ -1,9 +1,7 @@
-"""An environment: an object that answers the completions of the model in a conversation.
+"""An environment: an object with `reset` and `step` that answers the completions of the model in a
+conversation. `step` may return a `Turn`, a plain tuple, or gymnasium's tuple of five."""
 
-Anything with `reset` and `step` is one. `step` may return a `Turn`, a
-plain tuple, or gymnasium's tuple of five.
-"""
-
+import contextlib
 import copy
 import inspect
 import json
@@ -29,11 +27,9 @@ MOST_NAME = 100
 
 @dataclass(frozen=True)
 class Turn:
-    """Answer of an environment to a completion.
-
-    observation: the text that the model reads next, or messages ({role, content} each). reward: for
-    this completion. done: whether the conversation is over; then nobody reads the observation.
-    info: flags and numbers by name, for metrics.
+    """Answer of an environment to a completion: what the model reads next, a text or messages
+    ({role, content} each), the reward of the completion, whether the conversation is over, and
+    flags and numbers for metrics.
 
     Example: Turn("Higher.", reward=0.1) lets the conversation go on.
     """
@@ -73,13 +69,17 @@ def fresh(make: EnvironmentSource) -> Environment:
     is a copy. Raises NotATurn if a method is missing."""
     is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
     environment = copy.deepcopy(make) if is_one else make()
+    if name := missing_method(environment):
+        raise NotATurn(f"is {short_repr(environment)}, which has no {name}")
+    return environment
+
+
+def missing_method(environment: object) -> str:
+    """The method that an object lacks to be an environment, for a message; "" for none."""
     for name in ("reset", "step"):
         if not callable(getattr(environment, name, None)):
-            raise NotATurn(
-                f"is {short_repr(environment)}, which has no method `{name}`; an environment has "
-                "reset(example) and step(completion)"
-            )
-    return environment
+            return f"method `{name}`; an environment has reset(example) and step(completion)"
+    return ""
 
 
 def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
@@ -128,11 +128,8 @@ def read_turn(value: object) -> Turn:
         observation = ""
     observation = _read_observation(observation, "step")
     number = 0.0 if reward is None else math.nan
-    if hasattr(reward, "__float__"):
-        try:
-            number = float(reward)
-        except (OverflowError, TypeError, ValueError):
-            number = math.nan
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
+        number = float(reward) if hasattr(reward, "__float__") else number
     if not abs(number) <= MOST_REWARD:
         raise NotATurn(
             f"returned the reward {short_repr(reward)} from step; it is a finite number, "

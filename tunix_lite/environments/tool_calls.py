@@ -91,27 +91,17 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return mistake(f"the call is no JSON: {error}")
     calls = []
     for value in values:
-        call = _of_object(value)
-        if call is None:
-            wrong = mistake(f"a call has a name and arguments; this is {short_repr(value)}")
-            if not wrong:
-                return []
-            calls += wrong
+        call = value if isinstance(value, dict) else {}
+        call = call["function"] if isinstance(call.get("function"), dict) else call
+        name = call.get("name")
+        keys = [key for key in ARGUMENTS if key in call]
+        if isinstance(name, str) and (keys or set(call) == {"name"}):
+            calls.append(_with_arguments(name, call[keys[0]] if keys else {}))
+        elif is_call:
+            calls += mistake(f"a call has a name and arguments; this is {short_repr(value)}")
         else:
-            calls.append(call)
+            return []
     return calls
-
-
-def _of_object(value: object) -> ToolCall | None:
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name")
-    keys = [key for key in ARGUMENTS if key in value]
-    if not isinstance(name, str) or (not keys and set(value) != {"name"}):
-        return None
-    return _with_arguments(name, value[keys[0]] if keys else {})
 
 
 def _with_arguments(name: str, arguments: object) -> ToolCall:
@@ -131,12 +121,11 @@ def _of_python(text: str) -> list[ToolCall]:
         statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
-    calls = []
-    for statement in statements:
-        value = getattr(statement, "value", None)
-        nodes = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        calls += map(_of_node, nodes)
-    return calls
+    values = [getattr(statement, "value", None) for statement in statements]
+    listed = [
+        value.elts if isinstance(value, ast.List | ast.Tuple) else [value] for value in values
+    ]
+    return [_of_node(node) for nodes in listed for node in nodes]
 
 
 def _of_node(node: ast.AST | None) -> ToolCall:

@@ -73,8 +73,8 @@ class ToolEnvironment:
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
         self.schemas = [schema_of(tool) for tool in self.tools]
-        names = [schema["function"]["name"] for schema in self.schemas]
-        if twice := [name for name in names if names.count(name) > 1]:
+        self.names = [schema["function"]["name"] for schema in self.schemas]
+        if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
 
     @property
@@ -121,26 +121,24 @@ class ToolEnvironment:
 
     def _make(self, call: ToolCall) -> tuple[str, bool]:
         """Makes a call. Returns its result, as the model reads it, and whether it went well."""
-        places = {schema["function"]["name"]: i for i, schema in enumerate(self.schemas)}
+        tools = dict(zip(self.names, self.tools))
         problem = call.problem
-        if not problem and call.name not in places:
-            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(places)}"
-        if not problem and not isinstance(call.arguments, dict):
+        text = ""
+        if not problem and call.name not in tools:
+            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
+        elif not problem and not isinstance(call.arguments, dict):
             wrong = short_repr(call.arguments)
             problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
-        if problem:
-            return f"Error: {problem}", False
-        is_right = True
-        try:
-            tool = self.tools[places[call.name]]
-            text = str(tool(**call.arguments))
-        except Exception as error:
-            text = f"Error: {type(error).__name__}: {message_of(error)}"
-            is_right = False
+        elif not problem:
+            try:
+                text = str(tools[call.name](**call.arguments))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {message_of(error)}"
+        text = f"Error: {problem}" if problem else text
         more = len(text) - self.max_result
         if more > 0:
             text = f"{text[: self.max_result]}... and {more} more characters"
-        return text, is_right
+        return text, not problem
 
 
 # ---- schemas

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.environments.environment import missing_method
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.files.plain_text import shortened
@@ -139,13 +140,8 @@ class TaskConfig:
         made = self.environment
         if inspect.isroutine(made) or isinstance(made, partial):
             _check_call("environment is a function that makes one, and", made, "")
-        elif made is not None:
-            for name in ("reset", "step"):
-                if not callable(getattr(made, name, None)):
-                    raise ValueError(
-                        f"environment is a {type(made).__name__}, which has no method `{name}`; "
-                        "an environment has reset(example) and step(completion)"
-                    )
+        elif made is not None and (name := missing_method(made)):
+            raise ValueError(f"environment is a {type(made).__name__}, which has no {name}")
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
