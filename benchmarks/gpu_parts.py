@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
@@ -32,6 +33,7 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.commands.plan import recorded_lengths
 from tunix_lite.kernels.choice import check_fused
 from tunix_lite.kernels.decode_attention import fused_attend
 from tunix_lite.kernels.decode_products import FusedProducts
@@ -49,7 +51,6 @@ from tunix_lite.planning import flops
 from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
-from tunix_lite.planning.lengths import recorded_lengths
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run
@@ -706,7 +707,10 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
         for _ in range(2):  # the first one compiles
             arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
         seconds = statistics.median(np.diff(arrivals)) / chunk
-        least = flops.decode_bytes(cfg, [prompt + new // 2] * slots) / bandwidth
+        # Every weight once, and of each sequence the keys and values that its next token sees.
+        seen = [min(prompt + new // 2, cfg.window) if kind == "local" else prompt + new // 2 for kind in cfg.kinds]
+        kept = sum(2 * n * math.prod(cfg.kv_shape(kind)) for n, kind in zip(seen, cfg.kinds, strict=True))
+        least = 2 * (weights.num_params(decoder.weights(cfg)) + slots * kept) / bandwidth
         yield {
             "name": name,
             "ms a token": round(1e3 * seconds, 3),

@@ -11,13 +11,8 @@ from tunix_lite.planning.flops import (
     _head_params,
     _matmul_params,
     attention_flops,
-    decode_bytes,
-    roofline,
     update_flops,
 )
-from tunix_lite.planning.hardware import HARDWARE
-
-H100 = HARDWARE["h100"]
 
 GEMMA3_1B = Architecture(262144, 26, 1152, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912, window=512)
 
@@ -63,24 +58,3 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights():
     counted = 4 * P * 1000 + 6 * adapters * 1000 + 4 * V * 600 + 15e9
     assert update_flops(GEMMA3_1B, 1000, 600, 5e9, lora_params=adapters) == counted
     assert counted < 0.7 * update_flops(GEMMA3_1B, 1000, 600, 5e9)
-
-
-def test_a_decode_step_reads_weights_once_and_of_each_sequence_what_it_sees(cfg):
-    weights = _matmul_params(cfg) + _head_params(cfg)
-    kept = 2 * min(9, 5) + 9 + 2 * 3 + 3  # two local layers and a global one, sequences of 9 and 3 tokens
-    assert decode_bytes(cfg, [9, 3]) == 2 * weights + 2 * kept * 2 * 2 * 8
-    assert decode_bytes(cfg, []) == 2 * weights
-    assert decode_bytes(cfg, [9, 3], weight_itemsize=0.5, cache_itemsize=1) == 0.5 * weights + kept * 2 * 2 * 8
-
-
-@pytest.mark.parametrize(
-    "work, seconds, bound",
-    [
-        ((989e12, 1e12, 1e9), 1.0, "compute"),
-        ((1e12, 6.7e12, 1e9), 2.0, "memory"),
-        ((1e12, 1e12, 1350e9), 3.0, "links"),
-        ((0, 0, 0), 0.0, "compute"),
-    ],
-)
-def test_the_slowest_of_three_sets_the_time(work, seconds, bound):
-    assert roofline(*work, H100) == (pytest.approx(seconds), bound)

@@ -10,7 +10,7 @@ import pytest
 from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans, recorded_lengths
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
@@ -107,20 +107,21 @@ def recorded_run(folder):
     (folder / "samples").mkdir(parents=True)
     rows = [{"tokens": [1] * n, "completion": "x"} for n in (2, 4, 9)]
     (folder / "samples" / "step_000004.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = [{"step": i, "time/step": 6.0, "rollout/prefill_tokens": 50} for i in range(4)]
+    metrics = [{"step": i, "train/loss": 0.5, "rollout/prefill_tokens": 50} for i in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + "{broken\n")
     (folder / "plan.json").write_text(json.dumps({"plans": [{"prompts_of_rollout": 5}]}))
     return str(folder)
 
 
 def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
-    found = lengths.recorded_lengths(recorded_run(tmp_path / "run"))
+    found = recorded_lengths(recorded_run(tmp_path / "run"))
     assert found.completions == (2, 4, 9) and found.mean_prompt == 10
     prompts, completions = found.draw(3, 50, (8, 6))
     assert prompts.tolist() == [8, 8, 8]
     assert set(completions.reshape(-1).tolist()) == {2, 4, 6}
+    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"lengths_of=.*no samples with tokens"):
-        lengths.recorded_lengths(str(tmp_path))
+        command.plan(compose(SMALL), PlanConfig(lengths_of=str(tmp_path)))
 
 
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):

@@ -40,7 +40,6 @@ from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.speed import Speed
 from tunix_lite.resolved.parts import abstract, scored_batch_shapes
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import generate as sampler
@@ -494,41 +493,6 @@ def test_a_run_asks_for_kernels_of_a_gpu_that_repeat_their_bits(monkeypatch):
         assert os.environ["XLA_FLAGS"] == after
 
 
-# ---- speed
-
-
-def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
-    case = replace(case_of(cfg, ["training.mixed_precision=bf16"]), sampling_weights="gathered")
-    hardware = find_target("h100x4").hardware
-    found = plan.assemble_plan(machine(GiB, 4, hardware), case, {})
-    rollout, update = (phase.bound for phase in found.phases)
-    tokens, counted = 8 * 22, 8 * 12
-    weights = 4 * (3 * LAYER)  # on four devices
-    pairs = 2 * sum(min(t + 1, 5) for t in range(22)) + 22 * 23 // 2
-    attention_flops = 8 * 4 * 4 * 8 * pairs
-    assert update.flops == 3 * (2 * weights * tokens + 2 * 32 * 16 * counted + attention_flops)
-    # sent: W, 2 bytes a matrix element, of a tp shard, gathered twice, gradients in float32 reduced once, half of it
-    # over fsdp=2; over tp=2 the streams of 88 tokens twice a layer each way, all-reduced: 2 * (2 - 1) / 2 of each,
-    # in float32 forward, as the rounding comes after the sum, and in bfloat16 backward
-    once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
-    assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 3 * (88 * 16) * (4 + 2)
-    assert Speed(case_of(cfg, ["training.mixed_precision=bf16_params"])).reduced_gradient_bytes() == gradients
-    narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
-    assert Speed(narrow).reduced_gradient_bytes() == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
-    rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
-    rounded = (
-        plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})
-        .phases[-1]
-        .bound
-    )
-    assert update.sent_bytes - rounded.sent_bytes == 2 * 3 * (88 * 16) * 2  # forward in bfloat16, too
-    # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
-    assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
-    assert found.step_seconds == rollout.seconds + update.seconds
-    assert found.tokens_per_second == tokens / found.step_seconds
-    assert plan.assemble_plan(machine(GiB), case, {}).tokens_per_second is None
-
-
 # ---- meshes, advice, micro-batches
 
 
@@ -536,11 +500,11 @@ def planned(overrides, words=(), **settings):
     return make_plans(compose(list(overrides)), PlanConfig(analytic=True, **settings), list(words))
 
 
-def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
+def test_all_meshes_are_ranked_what_fits_first_and_then_the_smallest():
     found = planned(["model=gemma3_1b"], target="v5e-16", mesh="all")
     assert [p.resolved.mesh_shape for p in found.plans if p.fits] == [p.resolved.mesh_shape for p in found.plans]
-    seconds = [p.step_seconds for p in found.plans]
-    assert seconds == sorted(seconds)
+    peaks = [p.peak_bytes for p in found.plans]
+    assert peaks == sorted(peaks)
     assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
     lines = [line for line in report.short_form(found) if "cannot be" in line]
     assert [line.strip().partition(":")[0] for line in lines] == ["fsdp=2 tp=8 cannot be", "fsdp=1 tp=16 cannot be"]
@@ -662,7 +626,6 @@ def test_a_mesh_that_is_smaller_than_the_target_is_planned_for_its_devices_alone
     (plan,) = planned(["model.mesh_shape=[[2,1],[fsdp,tp]]"], target="h100x8").plans
     (alone,) = planned([], target="h100x2").plans
     assert plan.machine.num_devices == 2 and plan.peak_bytes == alone.peak_bytes
-    assert plan.tokens_per_second == alone.tokens_per_second > 0
 
 
 # ---- what is written
@@ -687,7 +650,6 @@ def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
         "resident_bytes",
         "phases",
         "programs",
-        "step_seconds",
     }
     assert [phase["name"] for phase in best["phases"]] == ["rollout", "scoring", "update"]
     most = max(sum(phase["adds"].values()) for phase in best["phases"])
@@ -699,7 +661,7 @@ def test_supervised_learning_samples_only_to_evaluate(cfg):
     run = compose(["model=random", "algorithm=sft", "training.packing=none", *LENGTHS, "evaluation.num_examples=4"])
     case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
     found = plan.assemble_plan(machine(GiB, 4, find_target("h100x4").hardware), case, {})
-    assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]
+    assert [phase.name for phase in found.phases] == ["rollout", "update"]
 
 
 # ---- at the start of a run

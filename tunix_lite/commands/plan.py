@@ -11,15 +11,17 @@ import jax
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import devices_of, find_machine
-from tunix_lite.planning.lengths import Lengths, recorded_lengths
+from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
+from tunix_lite.report.evidence import read_evidence
 from tunix_lite.resolved.run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
@@ -65,14 +67,16 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
     if settings.lengths_of is not None:
-        lengths = recorded_lengths(settings.lengths_of)
+        with error_context(f"lengths_of={settings.lengths_of}"):
+            lengths = recorded_lengths(settings.lengths_of)
     target = f"plan-{settings.target}"
     folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
+    plans = [_with_forecast(plan, lengths) for plan in found.plans]
+    found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
     print(f"written to {folder}/plan.json")
@@ -85,6 +89,30 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
             f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
             f"{report.gib(best.machine.capacity)} GiB a device"
         )
+
+
+def recorded_lengths(folder: str) -> Lengths:
+    """The lengths of a run by its samples and metrics. Raises ValueError where it recorded none."""
+    run = read_evidence(as_path(folder))
+    tokens = [row["tokens"] for row in run.sampled if isinstance(row.get("tokens"), list)]
+    completions = tuple(len(row) for row in tokens if row)
+    if not completions:
+        raise ValueError("there are no samples with tokens, such as samples/step_000020.jsonl")
+
+    # Prompts are not kept as tokens, but how many tokens were read is.
+    file = run.folder / "plan.json"
+    plans = read_object(file).get("plans") if file.is_file() else None
+    first = plans[0] if isinstance(plans, list) and plans else None
+    prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
+    read = run.series("rollout/prefill_tokens")
+    if not read or type(prompts) is not int or prompts < 1:
+        raise ValueError(
+            "metrics.jsonl has no rollout/prefill_tokens, or plan.json no number of prompts, so "
+            "the length of the prompts is not known"
+        )
+    return Lengths(
+        completions=completions, mean_prompt=read.mean / prompts, recorded_by=folder
+    )
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:

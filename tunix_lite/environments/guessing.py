@@ -10,7 +10,8 @@ from tunix_lite.environments.examples import DrawnSource, last_integer
 
 @dataclass(frozen=True)
 class Secrets(DrawnSource):
-    """Numbers to guess. Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}."""
+    """Numbers to guess.
+    Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}."""
 
     # Smallest number that may be the secret.
     low: int = 1

@@ -1,15 +1,11 @@
-"""Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`.
-
-Unlike the bound of planning.speed, a forecast takes lengths as they will be and not the longest,
-and counts padding and the kernels that are started. The host and refills of slots take no time.
-"""
+"""Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`,
+with lengths as they will be and padding counted. The host and refills of slots take no time."""
 
 import functools
 import heapq
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.planning import speed
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.kernels import predicted_seconds
 from tunix_lite.planning.lengths import Lengths
@@ -73,15 +68,16 @@ def forecast(
         resolved.batch.prompts * mini_batches, algorithm.num_generations, resolved.lengths
     )
     # Of one call of each. The kernels send everything within a node; what goes to another node
-    # takes longer.
+    # takes longer. Only neighbours over tp are on one node.
     once = {}
+    node = hardware.host_devices
+    is_far = hardware.platform != "tpu" and math.prod(resolved.mesh_shape.values()) > node
+    longer = 1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth
     for name, program in programs.items():
-        sent: dict[str, float] = Counter()
+        once[name] = predicted_seconds(list(program.kernels), hardware)
         for group in program.collectives:
-            sent[group.axis] += group.sent_bytes
-        _, far = speed.links(sent, resolved.mesh_shape, hardware)
-        longer = 1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth
-        once[name] = predicted_seconds(list(program.kernels), hardware) + far * longer
+            if is_far and (group.axis != "tp" or resolved.tp > node):
+                once[name] += group.sent_bytes * longer
     # A rollout serves several updates; what it takes is divided among them.
     share = 1 / algorithm.updates_per_rollout
     seconds: dict[str, float] = {}

@@ -425,7 +425,9 @@ def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
         if {"opaque": 0} in written:
             # of objects of the code alone: what they make of each other
             pairs = zip(signs, values, values[1:], strict=False)
-            own = all(compare[sign](*pair) for sign, *pair in pairs) and bool(signs or values[0])
+            own = all(compare[sign](*pair) for sign, *pair in pairs) and bool(
+                signs or values[0]
+            )
         line = dumps([number, written, own]).encode() + b"\n"
         while line:
             line = line[write(3, line) :]
