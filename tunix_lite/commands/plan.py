@@ -14,9 +14,10 @@ from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
-from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
+from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
@@ -211,9 +212,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan with a forecast, if it is compiled and may fit."""
-    if not plan.programs or plan.fits is False:
+    """The plan with a forecast, if it is compiled, may fit, and its devices are in the table."""
+    hardware = plan.machine.hardware
+    if not plan.programs or plan.fits is False or hardware is None:
         return plan
-    hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
-    return replace(plan, forecast=found)
+    made = forecast(plan.resolved, plan.programs, lengths, hardware)
+    return replace(plan, forecast=made)

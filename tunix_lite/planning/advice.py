@@ -21,10 +21,7 @@ FARTHEST = 10_000
 
 @dataclass(frozen=True)
 class _Trial:
-    """A run with some changes: their overrides, and the run and the machine that they make.
-
-    Example: `Trial(("training.remat=block",), run, machine, {"fsdp": 4, "tp": 1})`.
-    """
+    """A run with some changes: their overrides, and the run and the machine that they make."""
 
     overrides: tuple[str, ...]
     run: RunConfig
@@ -45,18 +42,16 @@ class _Trial:
 
     def with_settings(self, section: str, **settings: str | int | bool | None) -> "_Trial":
         """Changes settings of `section`: training, rollout or model.lora."""
-        new = {
-            f"{section}.{name}": "null" if value is None else value
-            for name, value in settings.items()
-        }
-        run = self.run
+        overrides = dict(text.split("=", 1) for text in self.overrides)
+        for name, value in settings.items():
+            overrides.pop(f"{section}.{name}", None)
+            overrides[f"{section}.{name}"] = "null" if value is None else value
         if section == "model.lora":
-            settings = {"lora": replace(run.model.lora, **settings)}
+            settings = {"lora": replace(self.run.model.lora, **settings)}
             section = "model"
-        run = replace(run, **{section: replace(getattr(run, section), **settings)})
-        kept = [text for text in self.overrides if text.partition("=")[0] not in new]
-        overrides = (*kept, *(f"{name}={value}" for name, value in new.items()))
-        return replace(self, run=run, overrides=overrides)
+        run = replace(self.run, **{section: replace(getattr(self.run, section), **settings)})
+        texts = tuple(f"{name}={value}" for name, value in overrides.items())
+        return replace(self, run=run, overrides=texts)
 
     def with_mesh(self, machine: Machine, tp: int) -> "_Trial":
         sizes = {"fsdp": machine.num_devices // tp, "tp": tp}

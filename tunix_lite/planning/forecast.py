@@ -1,16 +1,10 @@
 """Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`,
 with lengths as they will be and padding counted. The host and refills of slots take no time."""
 
-import functools
 import heapq
 import math
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.planning.hardware import Hardware
@@ -122,34 +116,3 @@ def decode_steps(completions: np.ndarray, slots: int, chunk: int) -> int:
         begun = heapq.heappop(free_at)
         heapq.heappush(free_at, begun + chunk * math.ceil(length / chunk))
     return max(free_at)
-
-
-# ---- a machine that is not in the table
-
-
-@functools.cache
-def measured_hardware(platform: str) -> Hardware:
-    """The attached devices, by the rate of a product in float32 and of a pass over memory, measured
-    in a second or two; the devices share both. Links are memory there."""
-
-    def seconds_of(call: Callable[[], jax.Array]) -> float:
-        seconds = []
-        for _ in range(6):
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds.append(time.perf_counter() - began)
-        # the first one compiles
-        return statistics.median(seconds[1:])
-
-    side = 2048
-    x = jnp.ones((side, side), jnp.float32)
-    product = jax.jit(jnp.matmul)
-    flops = 2.0 * side**3 / seconds_of(lambda: product(x, x))
-    large = jnp.zeros(1 << 25, jnp.float32)
-    add = jax.jit(lambda x: x + 1.0)
-    moved = 2.0 * large.nbytes / seconds_of(lambda: add(large))
-    devices = jax.local_device_count()
-    bandwidth = moved / devices
-    name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
-    rates = (flops / devices, bandwidth, bandwidth, bandwidth)
-    return Hardware(name, platform, 0, *rates, 1024, (), None)

@@ -54,13 +54,11 @@ class Lengths:
         if self.completions:
             mean = np.mean(self.completions)
             return (
-                f"recorded by {self.recorded_by}: {len(self.completions)} completions of "
+                f"lengths recorded by {self.recorded_by}: {len(self.completions)} completions of "
                 f"{mean:.1f} tokens on average, prompts of {self.mean_prompt:.1f}"
             )
-        return (
-            f"assumed: on average {self.prompt_share:.0%} of the longest prompt and "
-            f"{self.completion_share:.0%} of the longest completion, exponential"
-        )
+        shares = f"prompts {self.prompt_share:.0%}, completions {self.completion_share:.0%}"
+        return f"assumed lengths: {shares} of the longest on average"
 
 
 def assumed(

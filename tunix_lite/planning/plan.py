@@ -167,7 +167,7 @@ def assemble_plan(
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
 
     phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
-    messages = tuple(f"{error.name}: {error.message}" for error in refused)
+    messages = tuple(map(str, refused))
     apart = MemoryEstimate(resolved).apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 

@@ -1,9 +1,5 @@
-"""The programs of a run, lowered from shapes alone and compiled for devices that need not be there.
-
-They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or
-an update. Nothing runs, either: on a mesh of devices that can only be compiled for, the first
-operation would fail.
-"""
+"""The programs of a run, lowered from shapes alone by the functions that a run uses, and compiled
+for devices that need not be there. Nothing runs: on such devices the first operation would fail."""
 
 import functools
 import math
@@ -88,10 +84,9 @@ class DoesNotFit(ValueError):
     """The compiler itself says so: a TPU's knows how much memory there is."""
 
     def __init__(self, name: str, needed_bytes: int | None, message: str):
-        super().__init__(message)
+        super().__init__(f"{name}: {message}")
         self.name = name
         self.needed_bytes = needed_bytes
-        self.message = message
 
 
 def compiled(
@@ -183,7 +178,7 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
 def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     """The programs of the rollout, by name, as in `lowered`."""
     made = functools.cache(partial(_sampling, resolved, shapes))
-    row = jax.ShapeDtypeStruct((), jnp.int32)
+    row = _of_shape()
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
@@ -192,11 +187,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs, layered = made()
         block, width, num_prompts = resolved.sampling_memory.prompt_cache
         waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
-        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        return programs.prefill.lower(
-            _at_home(waiting, "prompts"), layered, tokens, lengths, row
-        )
+        inputs = (layered, _of_shape(block, width), _of_shape(block), row)
+        return programs.prefill.lower(_at_home(waiting, "prompts"), *inputs)
 
     def decode() -> jax.stages.Lowered:
         programs, layered = made()
@@ -217,10 +209,9 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
 
     def rewind() -> jax.stages.Lowered:
         programs, _ = made()
-        tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
-        kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
+        tokens = _of_shape(programs.spec.chunk, resolved.slots)
         saved = _unplaced(programs.save.lower(slots()).out_info)
-        return programs.rewind.lower(slots(), saved, tokens, kept)
+        return programs.rewind.lower(slots(), saved, tokens, _of_shape(resolved.slots))
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
@@ -232,6 +223,10 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs["save"] = lambda: made()[0].save.lower(slots())
         programs["rewind"] = rewind
     return programs
+
+
+def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _unplaced(shapes: Slots) -> Slots:
@@ -257,12 +252,10 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         on_cpu=mesh.devices.flat[0].platform == "cpu",
         fused=run.rollout.is_fused,
     )
-    if resolved.converses and run.generation.stop:
-        spec = replace(spec, chunk=longest_chunk(spec))
     if resolved.converses:
-        spec = replace(
-            spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens)
-        )
+        chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
+        chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
+        spec = replace(spec, chunk=chunk)
 
     # The weights by layer, whole over fsdp if they are gathered.
     on_cpu = decoder.are_for_cpu(acting, resolved.dtype, mesh)

@@ -129,7 +129,7 @@ def _forecast_lines(found: Forecast) -> list[str]:
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
         f"  {found.num_steps} steps take {hours}, without starting and evaluating",
         f"  {found.source}",
-        f"  lengths {found.lengths}",
+        f"  {found.lengths}",
     ]
 
 

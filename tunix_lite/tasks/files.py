@@ -85,7 +85,7 @@ class FilesTaskConfig(TaskConfig):
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
-    # Format of both files: jsonl, csv or parquet.
+    # Format of both files: jsonl or parquet.
     format: str = "jsonl"
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
@@ -95,7 +95,7 @@ class FilesTaskConfig(TaskConfig):
         if self.train is None and self.held_out is None:
             raise ValueError(NO_TRAIN)
         if self.format not in KINDS:
-            raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
+            raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
         check_on_error(self.on_error)
         rewards = dict(self.rewards)
         if self.reward is not None:

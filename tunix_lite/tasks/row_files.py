@@ -1,17 +1,14 @@
-"""Files of rows, a dict a row: JSON lines, CSV and Parquet."""
+"""Files of rows, a dict a row: JSON lines and Parquet."""
 
 import codecs
-import csv
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from tunix_lite.files.addresses import NO_ADDRESSES, is_address
-from tunix_lite.files.plain_text import shortened
 from tunix_lite.files.untrusted import is_deeper
 
 ON_ERROR = ("raise", "skip")
@@ -195,42 +192,7 @@ def _json_row(line: bytes) -> dict:
     return row
 
 
-# ---- CSV and Parquet
-
-
-def _csv_rows(file: str) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    """The names of the columns, which the first line has, and the values of each row: texts."""
-    # a field may be as long as it likes
-    csv.field_size_limit(sys.maxsize)
-    # Bytes that are not UTF-8 become half characters, and are refused row by row.
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        try:
-            names = next(reader, [])
-            if not all(names) or len({*names}) != len(names) or not names:
-                raise ValueError(
-                    f"{file}, line 1: the columns are {shortened(names)}; the first line names "
-                    "them, such as question,answer, and each needs a name of its own"
-                )
-            number = reader.line_num + 1
-            for values in reader:
-                if values:
-                    yield number, (names, values)
-                # a value in quotes may go on over several lines
-                number = reader.line_num + 1
-        except csv.Error as error:
-            raise ValueError(f"{file}, line {reader.line_num}: not CSV ({error})") from error
-
-
-def _csv_row(row: tuple[list[str], list[str]]) -> dict:
-    names, values = row
-    if len(values) != len(names):
-        raise ValueError(f"{len(values)} values for {len(names)} columns")
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("not UTF-8") from error
-    return dict(zip(names, values))
+# ---- Parquet
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
@@ -250,6 +212,5 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
 # kind -> the rows of a file as they stand there, with the number of the line; and what reads one
 KINDS: dict[str, tuple[Callable, Callable]] = {
     "jsonl": (_raw_lines, _json_row),
-    "csv": (_csv_rows, _csv_row),
     "parquet": (_parquet_rows, dict),
 }
