@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_hardware import needs_compiler
 
-from tunix_lite.planning.hardware import compile_only_devices, find_target
+from tunix_lite.planning.hardware import devices_of, find_machine
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "accelerators.py"
 spec = importlib.util.spec_from_file_location("accelerators", SCRIPT)
@@ -19,7 +19,7 @@ Cell, TARGETS = accelerators.Cell, accelerators.TARGETS
 
 
 def refusals(target: str) -> dict:
-    platform = find_target(target).hardware.platform
+    platform = find_machine(target).hardware.platform
     return {cell: accelerators.refusal(cell, platform) for cell in accelerators.cells(target)}
 
 
@@ -71,9 +71,9 @@ def test_the_committed_page_is_what_the_verdicts_say_and_its_cells_are_todays():
 
 
 def compiles(target: str, cell, tmp_path):
-    found = find_target(target)
+    found = find_machine(target)
     needs_compiler(found)
-    assert accelerators.ask(cell, compile_only_devices(found), accelerators.options_of(target, tmp_path)) is None
+    assert accelerators.ask(cell, devices_of(found), accelerators.options_of(target, tmp_path)) is None
 
 
 @pytest.mark.aot

@@ -15,7 +15,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
 from tunix_lite.planning.forecast import decode_steps, forecast
-from tunix_lite.planning.hardware import find_target
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.programs import Compiled
@@ -31,7 +31,7 @@ SMALL = [
 
 
 # Hardware on which a kernel takes as many seconds as it reads bytes, and nothing else takes time.
-SECOND_A_BYTE = replace(find_target("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
+SECOND_A_BYTE = replace(find_machine("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):
     """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch. On hardware where only links between
     nodes take time, a second a byte, what fsdp gathers over two nodes takes it, and what tp sums within one does not."""
-    hardware = find_target("h100").hardware
+    hardware = find_machine("h100").hardware
     case = case_of(cfg, "training.packing=none")
     kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
     programs = PROGRAMS | {"update": replace(PROGRAMS["update"], kernels=(kernel,))}

@@ -36,7 +36,7 @@ from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine, find_target
+from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
@@ -660,7 +660,7 @@ def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
 def test_supervised_learning_samples_only_to_evaluate(cfg):
     run = compose(["model=random", "algorithm=sft", "training.packing=none", *LENGTHS, "evaluation.num_examples=4"])
     case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
-    found = plan.assemble_plan(machine(GiB, 4, find_target("h100x4").hardware), case, {})
+    found = plan.assemble_plan(machine(GiB, 4, find_machine("h100x4").hardware), case, {})
     assert [phase.name for phase in found.phases] == ["rollout", "update"]
 
 
@@ -841,7 +841,7 @@ TWO_LAYERS = [
     ],
 )
 def test_estimates_are_near_what_the_compiler_says(target, overrides):
-    needs_compiler(find_target(target))
+    needs_compiler(find_machine(target))
     run = compose([*TWO_LAYERS, "algorithm.kl_coef=0.04", *overrides.split()])
     where = find_machine(target)
     guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 2, "tp": 2})
@@ -854,7 +854,7 @@ def test_estimates_are_near_what_the_compiler_says(target, overrides):
 
 @pytest.mark.aot
 def test_a_tpu_compiler_refuses_what_does_not_fit():
-    needs_compiler(find_target("v5e-4"))
+    needs_compiler(find_machine("v5e-4"))
     large = ["training.prompts_per_step=2048", "training.mixed_precision=bf16", "evaluation.num_examples=0"]
     run = compose([*TWO_LAYERS, *large])
     where = find_machine("v5e-4")
@@ -869,7 +869,7 @@ def test_a_tpu_compiler_refuses_what_does_not_fit():
 @pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
 def test_a_newcomer_plans_without_a_device_and_without_setting_jax_platforms(target, tmp_path):
     """jax's CUDA package looks for a driver unless CUDA is none of the platforms that jax may use."""
-    needs_compiler(find_target(target))
+    needs_compiler(find_machine(target))
     own = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     call = [sys.executable, "-m", "tunix_lite", "plan", f"target={target}", f"out={tmp_path}", "model=random"]
     done = subprocess.run(

@@ -16,7 +16,7 @@ import pytest
 from test_hardware import needs_compiler
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.planning.hardware import find_target
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs import session, setup
 from tunix_lite.settings import compose as composing
@@ -67,7 +67,7 @@ def test_a_recipe_fits_the_devices_that_it_names(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in RECIPES if (target(name) or "").startswith("v")])
 def test_a_recipe_fits_as_compiled(name, tmp_path):
-    needs_compiler(find_target(target(name)))
+    needs_compiler(find_machine(target(name)))
     words = ["-m", "tunix_lite", "plan", f"experiment={name}", f"target={target(name)}", f"out={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)

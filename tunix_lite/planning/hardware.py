@@ -61,7 +61,7 @@ class _Tpu:
 class Hardware:
     """One kind of accelerator; all numbers are of one jax device.
 
-    Example: find_target("h100x8").hardware.
+    Example: find_machine("h100x8").hardware.
     """
 
     name: str
@@ -157,14 +157,16 @@ class Machine:
     process_bytes: int = 0
 
 
-def find_target(text: str) -> Machine:
-    """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names
-    it.
+@error_context("target")
+def find_machine(text: str) -> Machine:
+    """The devices that jax sees, `attached`, or that a name means: h100x8 is eight GPUs, v5e-16 a
+    TPU slice as Google Cloud names it. Raises ConfigError, with a name that would do.
 
     v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its
-    two into one device. Raises ValueError, with a name that would do, for what is unknown or does
-    not exist.
+    two into one device.
     """
+    if text == "attached":
+        return attached_machine()
     typed = text.strip().lower()
     match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
@@ -217,25 +219,26 @@ def slice_shapes(hardware: Hardware) -> dict[int, str]:
     return {n * hardware.chip.devices: shape for n, shape in chips.items()}
 
 
-def compile_only_devices(target: Machine) -> list:
-    """Devices that programs can be compiled for, though they are not there.
-
-    Raises ValueError, naming what to install, if the compiler for them is missing.
-    """
-    platform = target.hardware.platform
+def devices_of(machine: Machine) -> list:
+    """Devices to compile for, which need not be there. Raises ConfigError, naming what to install
+    or analytic=true, if there is no compiler."""
+    if machine.name == "attached":
+        return jax.devices()
+    platform = machine.platform
+    where = f"target={machine.name}"
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
-        raise ValueError(
-            f"to compile for {target.name} without having it, install its compiler, on Linux: "
-            f"pip install -e '.[{EXTRAS[platform]}]'"
+        raise ConfigError(
+            f"{where}: to compile for it without having it, install its compiler, on Linux: pip "
+            f"install -e '.[{EXTRAS[platform]}]'; or estimate without it: analytic=true"
         )
-    hardware = target.hardware
-    count = target.num_devices
+    hardware = machine.hardware
+    count = machine.num_devices
     if platform == "cuda":
         nodes = max(1, count // hardware.host_devices)
         # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
         topology = {
             "topology": f"1x{nodes}x{count // nodes}",
-            "target_config": gpu_target_config(hardware),
+            "target_config": _gpu_target_config(hardware),
         }
     else:
         # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
@@ -244,8 +247,9 @@ def compile_only_devices(target: Machine) -> list:
         shapes = slice_shapes(hardware)
         if count not in shapes:
             some = ", ".join(map(str, shapes))
-            raise ValueError(
-                f"no {hardware.name} slice shows {count} devices; some show {some}"
+            raise ConfigError(
+                f"{where}: no {hardware.name} slice shows {count} devices; some show {some}; or "
+                "estimate without its compiler: analytic=true"
             )
         topology = {
             "topology_name": f"{hardware.name}:{shapes[count]}",
@@ -255,17 +259,15 @@ def compile_only_devices(target: Machine) -> list:
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform=platform, **topology).devices
+        return list(topologies.get_topology_desc(platform=platform, **topology).devices)
     except NotImplementedError as error:
-        raise ValueError(
-            f"the compiler for {target.name} is installed, but jax has not loaded it ({error}); "
-            "set JAX_PLATFORMS=cpu before the program starts"
+        raise ConfigError(
+            f"{where}: its compiler is installed, but jax has not loaded it ({error}); set "
+            "JAX_PLATFORMS=cpu before the program starts; or estimate without it: analytic=true"
         ) from error
-    assert len(devices) == count, (target, devices)
-    return list(devices)
 
 
-def gpu_target_config(hardware: Hardware) -> str:
+def _gpu_target_config(hardware: Hardware) -> str:
     """A GPU as XLA wants it described, its GpuTargetConfigProto as text."""
     # what is a number below is the same for compute capability 8.0 and 9.0
     chip = hardware.chip
@@ -304,15 +306,6 @@ def memory_limit(device: jax.Device) -> int | None:
         return None
 
 
-def find_machine(target: str) -> Machine:
-    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
-    nothing."""
-    if target == "attached":
-        return attached_machine()
-    with error_context("target"):
-        return find_target(target)
-
-
 def attached_machine() -> Machine:
     """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
     decide by the least."""
@@ -329,16 +322,3 @@ def attached_machine() -> Machine:
         min(allgather_values(free_host_bytes())),
         _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
     )
-
-
-def devices_of(machine: Machine) -> list:
-    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no
-    compiler."""
-    if machine.name == "attached":
-        return jax.devices()
-    try:
-        return compile_only_devices(machine)
-    except ValueError as error:
-        raise ConfigError(
-            f"target={machine.name}: {error}; or estimate without it: analytic=true"
-        ) from error
