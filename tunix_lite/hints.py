@@ -2,8 +2,7 @@
 
 First the table of other projects' words (conf/words.yaml), then a setting of ours of the same name
 in another section, then one that is spelt almost so. A word that fits several settings gets no hint
-of one of them.
-"""
+of one of them."""
 
 import functools
 import re
@@ -25,9 +24,7 @@ _STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding
 @dataclass(frozen=True)
 class Hint:
     """The overrides to write, and a note about them; one of the two may be missing.
-
-    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "").
-    """
+    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "")."""
 
     # ready to be typed, but for a shell's quotes
     overrides: tuple[str, ...]
@@ -53,8 +50,7 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
     it.
 
-    known: the names of all settings. value: what it was to be, as text or as YAML read it.
-    """
+    known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
@@ -126,8 +122,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     """Translates a word of another project; None if the table does not have it.
 
     value: None if it is not known. known: the settings that there are; None: whatever the word's
-    first meaning is.
-    """
+    first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")

@@ -54,7 +54,6 @@ from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
     """Settings of an evaluation: examples, samples, and the model to compare with.
-
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
 
@@ -113,8 +112,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
 
     Of several processes each samples and grades its share, and the first one prints and writes.
     Raises ConfigError for a task or an `out` that cannot be used, on all of them, before a model is
-    loaded.
-    """
+    loaded."""
     keep_programs(run.runtime.program_cache)
     options = settings.evaluate
     # One evaluation of all processes that were started as one, which is mostly this one alone.
@@ -196,9 +194,7 @@ def evaluate_model(
 
     asked: how many examples and samples, and the level of the intervals; None: all held-out
     examples, greedy. `against` is the command's. Nothing is written. Raises ConfigError.
-
-    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`.
-    """
+    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`."""
     asked = asked or EvaluateTaskConfig()
     if asked.against is not None:
         raise ConfigError("against is a setting of the command: call this once for each model")

@@ -57,8 +57,7 @@ def main() -> None:
 def generate(run: RunConfig, settings: GenerateConfig) -> None:
     """Reads the prompts, loads the model, and prints or writes the completions.
 
-    Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded.
-    """
+    Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded."""
     if settings.prompt is None and settings.prompts is None:
         _talk(run, settings)
         return
@@ -128,8 +127,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
 def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     """A conversation: reads lines from standard input, and prints the model's answer to each.
 
-    Raises ConfigError if the model has no chat template.
-    """
+    Raises ConfigError if the model has no chat template."""
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
@@ -199,8 +197,7 @@ def _lines(completions: list[Completion], prompts: list[Prompt]) -> str:
 def escape_for_terminal(text: str) -> str:
     """Escapes control characters in a model's text if standard output is a terminal.
 
-    Files and pipes get the text as it is.
-    """
+    Files and pipes get the text as it is."""
     return visible(text) if sys.stdout.isatty() else text
 
 
@@ -209,8 +206,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
 
     Each line of a .jsonl file is {"prompt": "..."} or {"messages": [...]}, and may have
     "max_new_tokens", else `most` counts. Each line of any other file is a prompt. Raises
-    ConfigError with the line that is wrong.
-    """
+    ConfigError with the line that is wrong."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:

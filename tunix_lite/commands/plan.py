@@ -120,8 +120,7 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     """Makes a plan for each mesh, the best first.
 
     words: the command line, which is repeated with what would fit, if no plan fits. Raises
-    ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
-    """
+    ConfigError if the settings are wrong, or if no mesh divides the model and the batch."""
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "

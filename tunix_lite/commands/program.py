@@ -1,8 +1,7 @@
 """The command line: programs get a built `RunConfig` of it.
 
 Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that they
-are composed here first, and once more by `hydra.main`, which takes no composed ones.
-"""
+are composed here first, and once more by `hydra.main`, which takes no composed ones."""
 
 import argparse
 import contextlib
@@ -65,8 +64,7 @@ def main(
     The folder that `check` gets is the one that Hydra will make, as far as it is known. `task` gets
     the same `run` object as `check`. Hydra's own flags work as in every Hydra program. All runs of
     a sweep are checked before the first one starts. Errors end the process with a message and an
-    exit code.
-    """
+    exit code."""
     keep_freed_memory()
     open_closed_streams()
     if SHOWS_ONLY & set(sys.argv[1:]):
@@ -156,8 +154,7 @@ def run_command(
 
     positional: the setting that a first word is short for: one without `=`, or the name of a folder
     that is there; is_list: all such words are, as a list. takes_run: False for `action(settings)`.
-    Errors end the process with a message and an exit code.
-    """
+    Errors end the process with a message and an exit code."""
     keep_freed_memory()
     foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.
@@ -254,8 +251,7 @@ def _or_exit(
     """Returns action(); errors that a user can cause become one line of text and an exit code.
 
     made_by_hydra: the folder that Hydra made for this run, which is removed if wrong settings are
-    found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C.
-    """
+    found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C."""
     try:
         return action()
     except KeyboardInterrupt:

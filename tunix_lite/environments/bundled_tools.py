@@ -71,9 +71,7 @@ def _checked(value: int | float | complex) -> int | float:
 class Python:
     """A tool that runs code in a process of its own, with limits. It needs Linux, and is no
     security boundary (workers/sandbox.py).
-
-    Example: Python()("print(2 + 2)") == "4".
-    """
+    Example: Python()("print(2 + 2)") == "4"."""
 
     # Seconds that the code may take.
     seconds: float = 5.0

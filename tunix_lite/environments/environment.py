@@ -30,9 +30,7 @@ class Turn:
     """Answer of an environment to a completion: what the model reads next, a text or messages
     ({role, content} each), the reward of the completion, whether the conversation is over, and
     flags and numbers for metrics.
-
-    Example: Turn("Higher.", reward=0.1) lets the conversation go on.
-    """
+    Example: Turn("Higher.", reward=0.1) lets the conversation go on."""
 
     observation: str | list[dict]
     reward: float = 0.0
@@ -42,9 +40,7 @@ class Turn:
 
 class Environment(Protocol):
     """One conversation. A run makes a fresh object for each.
-
-    Example: class Echo with reset(example) -> None and step(completion) -> Turn(completion).
-    """
+    Example: class Echo with reset(example) -> None and step(completion) -> Turn(completion)."""
 
     def reset(self, example: dict) -> str | list[dict] | None:
         """Begins the conversation about an example. Returns the prompt: a user's message, or
@@ -86,8 +82,7 @@ def call_reset(environment: Environment, example: dict) -> str | list[dict] | No
     """The prompt with which the environment begins; None: that of the task.
 
     A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
-    example, and the example as its options, as far as it takes them.
-    """
+    example, and the example as its options, as far as it takes them."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
     known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}

@@ -29,9 +29,7 @@ class _Split(Sequence):
 class DrawnSource:
     """A source of examples that `make(rng) -> dict` draws: a frozen dataclass with its settings, on
     which, and on rng, alone an example depends. Held-out examples are other draws, not other games.
-
-    Example: Secrets(num_held_out=16).held_out[0]["question"].
-    """
+    Example: Secrets(num_held_out=16).held_out[0]["question"]."""
 
     # Examples in one pass of the training data.
     num_train: int = 1_000_000

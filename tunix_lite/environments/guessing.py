@@ -34,9 +34,7 @@ class Secrets(DrawnSource):
 class GuessingGame:
     """The last whole number of a completion is the guess. A right one gets 1 and ends the game, and
     so does the last guess.
-
-    Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
-    """
+    Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7."""
 
     # Guesses in a game.
     guesses: int = 3

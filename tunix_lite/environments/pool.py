@@ -3,8 +3,7 @@
 The processes are those of rewards (workers/pool.py). A conversation lives in one of them. When
 that process is gone, the next one gets the conversation anew: it begins it with its example and
 steps through the completions that were recorded. So an environment must answer the same
-completions in the same way, and its state is nowhere else.
-"""
+completions in the same way, and its state is nowhere else."""
 
 import itertools
 import time
@@ -37,9 +36,7 @@ class Reply(NamedTuple):
     """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
     failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: that the call
     took.
-
-    Example: Reply(Turn("Higher."), seconds=0.001).
-    """
+    Example: Reply(Turn("Higher."), seconds=0.001)."""
 
     turn: Turn | None
     failure: str = ""
@@ -53,10 +50,8 @@ class _NotATurn(NotANumber):
 
 class Conversations:
     """The conversations of a process: what a worker calls.
-
     Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is None if conversation 3
-    is not in this process, or not at this turn.
-    """
+    is not in this process, or not at this turn."""
 
     def __init__(self, make: EnvironmentSource):
         self.make = make
@@ -112,10 +107,8 @@ class EnvironmentPool:
 
     make: a function that returns an environment, or an environment that was not used yet. A row has
     one conversation at a time, and a conversation one call.
-
     Example: with EnvironmentPool(GuessingGame, ConversationConfig()) as pool:
-    pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward
-    """
+    pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward"""
 
     def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings
@@ -164,8 +157,7 @@ class EnvironmentPool:
 class _Call:
     """A call of an environment, on its way, and the calls before it where the process is new.
 
-    Place 0 is the reset, place n the n-th of `completions`; the last place is the call itself.
-    """
+    Place 0 is the reset, place n the n-th of `completions`; the last place is the call itself."""
 
     settings: ConversationConfig
     conversation: _Conversation

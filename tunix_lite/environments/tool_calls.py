@@ -5,8 +5,7 @@
     Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
                    or <function=add>{"a": 1}</function> around them
 
-Nothing of a completion is run to read it.
-"""
+Nothing of a completion is run to read it."""
 
 import ast
 import json
@@ -32,9 +31,7 @@ EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool. problem: why it cannot be read; "" if it can.
-
-    Example: ToolCall("add", {"a": 1, "b": 2}).
-    """
+    Example: ToolCall("add", {"a": 1, "b": 2})."""
 
     name: str
     arguments: Any = None
@@ -72,8 +69,7 @@ def expression_in(completion: str) -> list[ToolCall]:
 def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     """The calls of a text that holds JSON: an object, a list of them, or several with ; between.
 
-    is_call: whether what cannot be read is a call with a mistake; else it is no call.
-    """
+    is_call: whether what cannot be read is a call with a mistake; else it is no call."""
 
     def mistake(problem: str) -> list[ToolCall]:
         return [ToolCall("", problem=problem)] if is_call else []

@@ -1,8 +1,7 @@
 """Tools: Python functions that the model may call in a conversation before it answers.
 
 Their schemas are made of type hints and docstrings, in the form that chat templates take (OpenAI's,
-JSON schema). Where one cannot be made, one message says why.
-"""
+JSON schema). Where one cannot be made, one message says why."""
 
 import inspect
 import re
@@ -39,10 +38,8 @@ class ToolEnvironment:
     What a tool returns, or how it failed, is what the model reads next: one message for each call.
     After `max_calls` calls it is asked for its answer once; then the conversation ends. The answer
     gets `reward`, if it is given; the rewards of the task see the answer, too.
-
     Example: ToolEnvironment(tools=(calculator,)) answers `<tool_call>{"name": "calculator",
-    "arguments": {"expression": "2 + 2"}}</tool_call>` with "4".
-    """
+    "arguments": {"expression": "2 + 2"}}</tool_call>` with "4"."""
 
     # Functions with type hints and a docstring, by their dotted paths.
     tools: tuple[Callable, ...]
@@ -148,8 +145,7 @@ def schema_of(tool: Callable[..., object]) -> dict:
     """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
     description, parameters}}. Raises ValueError where it cannot be made.
 
-    It is called by its attribute `name`, that of the function, or of the class in lower case.
-    """
+    It is called by its attribute `name`, that of the function, or of the class in lower case."""
     plain = tool.func if isinstance(tool, partial) else tool
     name = getattr(plain, "name", None) or getattr(plain, "__name__", None)
     if name is None:

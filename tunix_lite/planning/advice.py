@@ -73,8 +73,7 @@ def advice(
 
     Single changes first, the cheapest first; then several, as few as do; then more devices. An
     estimate must leave ESTIMATE_MARGIN of the memory free. refine(estimate that fits) -> a plan
-    that knows more, by compiling it.
-    """
+    that knows more, by compiling it."""
     start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         changed = trial.plan()

@@ -143,8 +143,7 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     training.memory_check=warn says it.
 
     Of packed rows only sampling counts: their update and scoring are planned at their fullest, and
-    batches as they come may fit. Without a known memory nothing is checked.
-    """
+    batches as they come may fit. Without a known memory nothing is checked."""
     capacity = plan.machine.capacity
     if capacity is None:
         return

@@ -5,8 +5,7 @@ What lies on a device between the programs, and sampling's copy of the weights, 
 are exact. Temporaries are modelled: the formulas name what must exist at once, and were compared
 with what XLA plans for TPUs and GPUs (docs/guide/plan.md says how far off they were). Sizes, in the
 letters of types.py: D embed, N heads, K key/value heads, H head size, F feed-forward, V vocabulary,
-L layers; n tokens of a micro-batch on a device; b bytes of an element as computed.
-"""
+L layers; n tokens of a micro-batch on a device; b bytes of an element as computed."""
 
 import math
 from collections import Counter
@@ -30,9 +29,7 @@ from tunix_lite.rollout.memory import weights_that_fit
 @dataclass(frozen=True)
 class MemoryEstimate:
     """The memory of a run on a device, by part, in bytes.
-
-    Example: `MemoryEstimate(resolved).update()["gradients"]`.
-    """
+    Example: `MemoryEstimate(resolved).update()["gradients"]`."""
 
     resolved: ResolvedRun
 
@@ -40,8 +37,7 @@ class MemoryEstimate:
         """The bytes that stay on a device from step to step, by part.
 
         reference: for a KL term without LoRA, the weights once more; with it, the adapters that
-        training starts from, if any. Each frozen model of the algorithm is a part, too.
-        """
+        training starts from, if any. Each frozen model of the algorithm is a part, too."""
         resolved = self.resolved
         table = resolved.tables
         trained = resolved.table_bytes(table.trained)
@@ -162,8 +158,7 @@ class MemoryEstimate:
         """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
 
         capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
-        what stays there, where it is not `resident`.
-        """
+        what stays there, where it is not `resident`."""
         if capacity is None and self.resolved.run.rollout.weights == "auto":
             return "gathered"
         stays = self.resident() if beside is None else beside
@@ -230,8 +225,7 @@ class MemoryEstimate:
         is temporary.
 
         activations: what is kept of every layer, and the larger of one layer at work (recomputed
-        forward, and backward) and the head's scores.
-        """
+        forward, and backward) and the head's scores."""
         resolved = self.resolved
         rows, width = self._tokens_at_once()
         layer = 2 * self._layer_at_work(rows * width)
@@ -307,8 +301,7 @@ class MemoryEstimate:
         feed-forward's three products. none: those, what attention gives, and its scores in float32
         where they are made all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and
         the layer's matrices. What a program without a loop over layers keeps more than these is not
-        known.
-        """
+        known."""
         counts = Counter(self.resolved.cfg.kinds_of_weights)
         return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
 

@@ -5,8 +5,7 @@ XLA's own count is of no use here: it sees a scanned layer once. A multiplicatio
 are two FLOPs. What counts is what the mathematics needs: recomputation, padding and masked scores
 do not, nor do norms, rope, softmax and activations, which are small. Of a layer of attention, with
 D = embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k
-and v: DKH each, o: NHD, gate, up and down: DF each.
-"""
+and v: DKH each, o: NHD, gate, up and down: DF each."""
 
 import math
 from collections import Counter

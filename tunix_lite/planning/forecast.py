@@ -19,9 +19,7 @@ from tunix_lite.rollout.engine import padded_width, prompt_widths
 @dataclass(frozen=True)
 class Forecast:
     """A predicted step, and the run of such steps.
-
-    Example: forecast(resolved, plan.programs, Lengths(), hardware).step_seconds.
-    """
+    Example: forecast(resolved, plan.programs, Lengths(), hardware).step_seconds."""
 
     # seconds of one step by phase: prefill, decode, scorers by name, update
     seconds: dict[str, float]

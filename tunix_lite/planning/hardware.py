@@ -3,8 +3,7 @@ devices to compile for that are not there.
 
 Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
 sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
-`device_kind` are as the software reports them.
-"""
+`device_kind` are as the software reports them."""
 
 import difflib
 import importlib.util
@@ -31,9 +30,7 @@ _PROCESS_BYTES = 800_000_000
 class _Gpu:
     """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
     board reports.
-
-    Example: Gpu(capability=9, multiprocessors=132, ...) is an H100.
-    """
+    Example: Gpu(capability=9, multiprocessors=132, ...) is an H100."""
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -46,9 +43,7 @@ class _Gpu:
 @dataclass(frozen=True)
 class _Tpu:
     """How TPUs come in slices.
-
-    Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips.
-    """
+    Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips."""
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
     # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
@@ -60,9 +55,7 @@ class _Tpu:
 @dataclass(frozen=True)
 class Hardware:
     """One kind of accelerator; all numbers are of one jax device.
-
-    Example: find_machine("h100x8").hardware.
-    """
+    Example: find_machine("h100x8").hardware."""
 
     name: str
     platform: str  # cuda or tpu
@@ -140,9 +133,7 @@ GPU_LIBRARIES = GiB // 2
 @dataclass(frozen=True)
 class Machine:
     """The devices that a plan is for.
-
-    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees.
-    """
+    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees."""
 
     name: str  # as typed: v5e-16; or attached
     platform: str
@@ -163,8 +154,7 @@ def find_machine(text: str) -> Machine:
     TPU slice as Google Cloud names it. Raises ConfigError, with a name that would do.
 
     v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its
-    two into one device.
-    """
+    two into one device."""
     if text == "attached":
         return attached_machine()
     typed = text.strip().lower()

@@ -18,8 +18,7 @@ The model: kernels run one after the other, and each takes
     launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)
 
 with the figures of `planning.hardware`. No kernel misses its peak in it, so it is a forecast of a
-well-tuned program, and no device has confirmed it yet.
-"""
+well-tuned program, and no device has confirmed it yet."""
 
 import itertools
 import math
@@ -63,9 +62,7 @@ LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
 @dataclass(frozen=True)
 class Kernel:
     """One thing that a program starts on a device.
-
-    Example: Kernel("fusion.3", "matmul", 12, 2_654_208, 73_728, 1.7e8) runs 12 times.
-    """
+    Example: Kernel("fusion.3", "matmul", 12, 2_654_208, 73_728, 1.7e8) runs 12 times."""
 
     name: str
     # matmul (a fusion with a product in it), fusion, library, copy, collective, or another op;
@@ -87,8 +84,7 @@ class Kernel:
 def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
     """Everything that one call of the program starts on a device, in the order of the text.
 
-    mesh_shape: size by axis; None: of one device.
-    """
+    mesh_shape: size by axis; None: of one device."""
     program, entry = parse(text)
     # XLA for TPU writes tilings, :T(8,128); there scalars are computed beside the kernels.
     every = _Walk(program, ":T(" in text).of_computation(entry, 1, 1)

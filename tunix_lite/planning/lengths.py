@@ -18,9 +18,7 @@ ALMOST_ALL = 0.995
 @dataclass(frozen=True)
 class Lengths:
     """Where the lengths of a plan come from.
-
-    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64)).
-    """
+    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64))."""
 
     # Means as shares of the maxima.
     prompt_share: float = MEAN_SHARE

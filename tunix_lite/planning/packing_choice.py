@@ -44,8 +44,7 @@ def with_packing(
     """The resolved run; where packing is auto, with the packing that computes least.
 
     resolve: resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume
-    them, so that a run that resumes chooses the same. Raises ConfigError as resolve does.
-    """
+    them, so that a run that resumes chooses the same. Raises ConfigError as resolve does."""
     training = run.training
     if training.packing != AUTO:
         return resolve(run)

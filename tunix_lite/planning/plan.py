@@ -42,9 +42,7 @@ PROGRAMS = "programs"
 @dataclass(frozen=True)
 class Phase:
     """One phase of a step on one device, in bytes.
-
-    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes.
-    """
+    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes."""
 
     name: str
     source: str  # compiled or estimate
@@ -58,9 +56,7 @@ class Phase:
 @dataclass(frozen=True)
 class Plan:
     """One run on one mesh of a machine.
-
-    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes.
-    """
+    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes."""
 
     machine: Machine
     resolved: ResolvedRun
@@ -311,8 +307,7 @@ def largest_micro_batch(
     """The first of the candidates, which descend, whose peak fits into limit_bytes.
 
     compile_one(n) -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError,
-    with the numbers, if none fits.
-    """
+    with the numbers, if none fits."""
     tried = []
     for size in candidates:
         try:

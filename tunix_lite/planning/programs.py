@@ -48,9 +48,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler says of one program. Bytes are those of one device.
-
-    Example: compiled("update", compile_it, {"fsdp": 4, "tp": 1}).peak_bytes.
-    """
+    Example: compiled("update", compile_it, {"fsdp": 4, "tp": 1}).peak_bytes."""
 
     name: str
     argument_bytes: int

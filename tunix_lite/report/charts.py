@@ -1,7 +1,6 @@
 """Which curves a report shows, and line charts as SVG text: no library and no script.
 
-The style sheet of the page defines the colours c0 to c7, for light and for dark.
-"""
+The style sheet of the page defines the colours c0 to c7, for light and for dark."""
 
 import html
 import math
@@ -31,9 +30,7 @@ MANY = 20
 @dataclass(frozen=True)
 class Line:
     """A curve of a chart. color: which of the COLORS.
-
-    Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points").
-    """
+    Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points")."""
 
     name: str
     steps: Sequence[float]
@@ -46,9 +43,7 @@ class Line:
 @dataclass(frozen=True)
 class Chart:
     """Curves over the steps of a run, in one frame. note: a text beside the title.
-
-    Example: Chart("held-out accuracy", [line], is_share=True).
-    """
+    Example: Chart("held-out accuracy", [line], is_share=True)."""
 
     title: str
     lines: list[Line] = field(default_factory=list)

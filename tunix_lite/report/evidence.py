@@ -31,7 +31,6 @@ class Series:
     """One metric over the steps at which it stands; numbers that are not finite are left out.
 
     Without any step it is false, and its numbers are nan, which no bound holds for.
-
     Example: `evidence.series("reward/mean").early` is its mean over the first third of the steps.
     """
 
@@ -76,9 +75,7 @@ class Series:
 @dataclass(frozen=True)
 class Evidence:
     """All that is known of a run.
-
-    Example: `read_evidence(Path("outputs/latest")).setting("optimizer.learning_rate")`.
-    """
+    Example: `read_evidence(Path("outputs/latest")).setting("optimizer.learning_rate")`."""
 
     folder: Path
     settings: dict

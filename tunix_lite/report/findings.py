@@ -2,8 +2,7 @@
 
 Each fault is a check with a weight: a cause weighs more than its symptoms. (A run at a temperature
 of 5 has cut completions and no rewards, too.) A metric that a run lacks is nan: no bound holds for
-it.
-"""
+it."""
 
 import re
 from collections.abc import Callable
@@ -43,10 +42,8 @@ FAULTS: dict[str, tuple[int, str, Callable[[Evidence], _Shown]]] = {}
 @dataclass(frozen=True)
 class Finding:
     """A fault, what shows it, and what to try.
-
     Example: Finding("learning_rate_zero", "nothing moves", ["train/learning_rate 0 in 60 steps"],
-    ["optimizer.learning_rate=1e-6"], 98).
-    """
+    ["optimizer.learning_rate=1e-6"], 98)."""
 
     name: str
     what: str
@@ -93,8 +90,7 @@ def _has_one_reward(run: Evidence) -> bool:
 def _answers_and_goes_on(run: Evidence) -> bool:
     """Whether many completions that were cut hold the right answer all the same.
 
-    The first steps count: later a run whose completions are cut has learned to answer shortly.
-    """
+    The first steps count: later a run whose completions are cut has learned to answer shortly."""
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
@@ -132,8 +128,7 @@ def relative_step(run: Evidence) -> Series:
 
     Of adapters it is what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn
     uniformly within that and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank /
-    3) u times it.
-    """
+    3) u times it."""
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
     alpha = run.number("model.lora.alpha", 0.0)

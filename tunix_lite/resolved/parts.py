@@ -32,9 +32,7 @@ from tunix_lite.types import Params, RowBatch, TrainState
 @dataclass(frozen=True)
 class Shapes:
     """The arrays that a run holds between its programs, as ShapeDtypeStructs with shardings.
-
-    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params.
-    """
+    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params."""
 
     state: TrainState
     # the base under adapters; None: all weights train

@@ -2,8 +2,7 @@
 Needs no device and no weights.
 
 `resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
-alike.
-"""
+alike."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,9 +53,7 @@ LARGE_HEAD_SHARE = 0.15
 @dataclass(frozen=True)
 class FrozenModel:
     """A model that only scores, beside the one that trains.
-
-    Example: FrozenModel(cfg, "int8", "xla").
-    """
+    Example: FrozenModel(cfg, "int8", "xla")."""
 
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
@@ -65,9 +62,7 @@ class FrozenModel:
 
 class _Tables(NamedTuple):
     """The declared weights of a run, in the types that they are stored in.
-
-    Example: resolved.tables.frozen is None, unless adapters train.
-    """
+    Example: resolved.tables.frozen is None, unless adapters train."""
 
     trained: dict
     # None: all weights train
@@ -78,9 +73,7 @@ class _Tables(NamedTuple):
 class ResolvedRun:
     """One run on one mesh, everything derived that follows from the two. Nothing here lives on a
     device.
-
-    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`.
-    """
+    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`."""
 
     run: RunConfig
     cfg: Architecture
@@ -285,8 +278,7 @@ class ResolvedRun:
     ) -> int:
         """Elements of an array on one device, whose dims carry these logical axes.
 
-        is_gathered: whole over fsdp. rules: None means those of training.
-        """
+        is_gathered: whole over fsdp. rules: None means those of training."""
         mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
         rules = self.train_rules if rules is None else rules
         return elements_on_device(shape, axes, mesh_shape, rules)
@@ -315,8 +307,7 @@ class ResolvedRun:
         """Bytes of a table on one device: elements / shards x bytes of an element.
 
         dtype: instead of the declared one; keep_norms: except for the scales of norms, which are
-        float32. is_gathered: whole over fsdp.
-        """
+        float32. is_gathered: whole over fsdp."""
         total = 0
         for w in jax.tree.leaves(table, is_leaf=weights.is_weight):
             storage = w.dtype if dtype is None else dtype
@@ -371,8 +362,7 @@ def resolve_run(
     run: with a packing that is chosen, not auto (packing_choice.with_packing).
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
     name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
-    None: as settings and files of this machine have them.
-    """
+    None: as settings and files of this machine have them."""
     if run.training.packing == "auto":
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
@@ -458,8 +448,7 @@ def with_defaults(
     """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
     why, as the fields of a ResolvedRun.
 
-    Raises ConfigError where another setting does not go with the precision.
-    """
+    Raises ConfigError where another setting does not go with the precision."""
     num_params = weights.num_params(decoder.weights(cfg))
     trains = what_trains(lora is not None, num_params)
     learned = learns_from(run.algorithm.needs)
@@ -544,8 +533,7 @@ def _choose_attention(
 ) -> tuple[str, str]:
     """The implementation of attention that training uses, and why. Raises ValueError.
 
-    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
-    """
+    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there."""
     choice = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"

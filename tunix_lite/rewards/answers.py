@@ -3,8 +3,7 @@
 An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as
 `Answer: ...`; of several marks the last one counts, and one that is empty or not closed holds no
 answer. Of `how`, strict reads only what a mark holds, and only if it is an answer as a whole;
-flexible also reads an answer with words around it and, without a mark, the last one in the text.
-"""
+flexible also reads an answer with words around it and, without a mark, the last one in the text."""
 
 import re
 from dataclasses import dataclass

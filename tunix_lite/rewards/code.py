@@ -1,8 +1,7 @@
 """Code that a model wrote, run against tests: each test in processes of its own, with limits.
 
 It needs Linux. **This is no security boundary**: what limits there are keep honest mistakes and
-clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does).
-"""
+clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does)."""
 
 import re
 import sys

@@ -5,8 +5,7 @@ returns, and this process, which the code cannot reach, compares it with what th
 
 So an expected value that is written out never is where the code is. Code that looks through frames
 or memory does not find it, code that skips the test reports nothing, and an object that equals
-everything is no plain value.
-"""
+everything is no plain value."""
 
 import ast
 import json

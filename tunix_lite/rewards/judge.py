@@ -2,8 +2,7 @@
 
 The network is used only because `base_url` names a server, and only that server is asked. What
 fails is an error of the reward, which rewards.on_error treats and `rewards/errors` counts; it is
-never a score of 0.
-"""
+never a score of 0."""
 
 import contextlib
 import http.client

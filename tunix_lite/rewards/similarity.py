@@ -89,8 +89,7 @@ def rouge_n(text: str, reference: str, n: int = 1) -> float:
 def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
 
-    They are the numbers of `rouge_score` with use_stemmer=False.
-    """
+    They are the numbers of `rouge_score` with use_stemmer=False."""
     pairs = list(zip(texts, references))
     return {
         "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),

@@ -19,8 +19,7 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
     Each must make a prompt and, if `demonstrates`, have what is learned; MEASURED of each split
     must not be too long, if that is an error. Raises ValueError with the place of the first that is
-    wrong, or with how many are too long.
-    """
+    wrong, or with how many are too long."""
     learned = (task.learned or ("completion",)) if demonstrates else ()
     task = replace(task, learned=learned)
     train = task.config.source.train

@@ -2,8 +2,7 @@
 
 An environment gets the text of a turn; what it answers becomes tokens once, here, and nothing that
 was sampled is made into tokens again. Of several processes each one steps its share of the
-environments, and all of them get all answers at the same point.
-"""
+environments, and all of them get all answers at the same point."""
 
 import time
 from collections import Counter
@@ -28,10 +27,8 @@ ENVIRONMENT = "environment"
 
 class EnvironmentPartner:
     """Answers the turns of all rows of a rollout: a rollout.conversations.Partner.
-
     Example: partner = EnvironmentPartner(text, examples, pool, settings, ALONE, 512);
-    partner.prompts are those with which the environments begin.
-    """
+    partner.prompts are those with which the environments begin."""
 
     def __init__(
         self,
@@ -44,8 +41,7 @@ class EnvironmentPartner:
     ):
         """examples: of each row. Resets the environments, and waits for them.
 
-        Raises SharedError if one fails and conversation.on_error=raise.
-        """
+        Raises SharedError if one fails and conversation.on_error=raise."""
         self.max_turns = settings.max_turns
         self.max_turn_tokens = settings.max_turn_tokens
         self._text = text
@@ -93,8 +89,7 @@ class EnvironmentPartner:
         others may still come.
 
         Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
-        run was asked to stop while it waited.
-        """
+        run was asked to stop while it waited."""
         replies = {row: TurnReply() for row in self._waiting if self._failed_at_start(row)}
         self._waiting -= set(replies)
         if self._waiting:

@@ -24,9 +24,7 @@ def whole_text(completion: str) -> str:
 @dataclass(frozen=True)
 class FileRows(FileSource):
     """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
-
-    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
-    """
+    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt."""
 
     train_file: str | None  # None: there is nothing to train on, such as in an evaluation
     held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
@@ -63,7 +61,6 @@ class FileRows(FileSource):
 @dataclass(frozen=True)
 class FilesTaskConfig(TaskConfig):
     """A task as one line of a command: files, a prompt and a reward.
-
     Example: task=jsonl task.train=train.jsonl task.prompt='{question}' task.reward=my_rewards.near
     """
 

@@ -34,8 +34,7 @@ def shared_outcomes(
     them does.
 
     graded: a digest of it, which must be the same everywhere; held-out examples are compared
-    nowhere else.
-    """
+    nowhere else."""
     own = [future for future in futures if future is not None]
     left = set(own)
     stops = False
@@ -81,8 +80,7 @@ def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndar
     """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
     each.
 
-    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
-    """
+    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable."""
     unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
     failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
     return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B
@@ -115,8 +113,7 @@ def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
 def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]) -> Metrics:
     """Returns the metrics of rewards over the completions that count, and of groups.
 
-    kinds_BN: as in dropped_of, in the order of graded.each. groups: the rows of each.
-    """
+    kinds_BN: as in dropped_of, in the order of graded.each. groups: the rows of each."""
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
     metrics = {

@@ -22,9 +22,7 @@ except ImportError as error:
 class ReasoningGym(GeneratedSource):
     """Problems of one or several tasks of reasoning-gym. Which one a problem is of, and its number,
     are drawn from the number of the example; held-out questions are never trained on.
-
-    Example: ReasoningGym(tasks=("basic_arithmetic", "chain_sum"), weights=(1, 3)).
-    """
+    Example: ReasoningGym(tasks=("basic_arithmetic", "chain_sum"), weights=(1, 3))."""
 
     # Names of tasks in reasoning-gym.
     tasks: tuple[str, ...] = ("basic_arithmetic",)

@@ -33,7 +33,6 @@ def check_on_error(on_error: str) -> None:
 
 class _PlacedRow(dict):
     """A row of a file, which knows its place. What another process gets is a plain dict.
-
     Example: PlacedRow({"prompt": "hi"}, "train.jsonl, line", 250).place is "train.jsonl, line 250".
     """
 
@@ -62,7 +61,6 @@ def place_of(example: Mapping) -> str:
 
 class Rows(list):
     """The rows of a file, each of which knows its line.
-
     Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows[0].place is "train.jsonl, line 1".
     """
 

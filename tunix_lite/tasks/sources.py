@@ -59,10 +59,8 @@ class FittingOrders:
     In the endless shuffled order of a seed each example that fits comes once an epoch. Batch number
     `step` is the same whatever was asked before. If no example is left out, the batches are those
     of `batch_at`.
-
     Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
-    examples were passed over on the way to it.
-    """
+    examples were passed over on the way to it."""
 
     def __init__(self, examples: Sequence[dict], look: Callable[[dict], str]):
         """look: why an example is left out; "": it is not."""
@@ -203,9 +201,7 @@ def _without_addresses(value: object) -> str:
 
 class FileSource:
     """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`.
-
-    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0].
-    """
+    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0]."""
 
     on_error: str
     # makes the example of a row; None: the row is the example
@@ -235,7 +231,6 @@ class FileSource:
 class Jsonl(FileSource):
     """Examples from files with one JSON object a line; what stands in a file is the whole of that
     split.
-
     Example: `Jsonl("data/train.jsonl", "data/held_out.jsonl").train[0]` is the first line's object.
     """
 
@@ -254,9 +249,7 @@ class Arithmetic(GeneratedSource):
 
     An example has `question`, `answer`, and `completion`, a demonstration: the answer at once or,
     for a share `worked` of the problems, every step before it.
-
-    Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}.
-    """
+    Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}."""
 
     # Fewest numbers in a problem.
     min_terms: int = 4

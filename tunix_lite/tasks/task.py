@@ -68,9 +68,7 @@ TRUNCATE = "or set generation.long_prompts=truncate or drop"
 @dataclass(frozen=True)
 class Reward:
     """A reward function and its weight in the total.
-
-    Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group.
-    """
+    Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group."""
 
     # (completion, example) -> number; of a group: (completions, example) -> a number for each
     fn: Callable
@@ -87,9 +85,7 @@ TAKEN |= {f"groups_{which}" for which in ("that_agree", "all_zero", "all_one", "
 class TaskLengthsConfig:
     """Usual lengths of the prompts and the completions of a task, in tokens: the values of
     generation.max_prompt_length and max_new_tokens where nobody sets them.
-
-    Example: `TaskLengthsConfig(256, 512)` for GSM8K.
-    """
+    Example: `TaskLengthsConfig(256, 512)` for GSM8K."""
 
     # Longest prompt, in tokens.
     max_prompt_length: int
@@ -100,9 +96,7 @@ class TaskLengthsConfig:
 @dataclass(frozen=True)
 class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet.
-
-    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`.
-    """
+    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`."""
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     # User's message, with {fields} of an example.
@@ -224,9 +218,7 @@ class Task:
     """Data, prompts and rewards with a tokenizer: an algorithms.algorithm.TaskInterface.
 
     `max_prompt_length` and `max_new_tokens`: the most tokens of a prompt and of a completion.
-
-    Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]].
-    """
+    Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]]."""
 
     config: TaskConfig
     tokenizer: Tokenizer
@@ -294,8 +286,7 @@ class Task:
         """Training examples number `step`, and how many were dropped on the way to them.
 
         In a run of several processes all compare what they take. Raises ValueError, on all of them:
-        one has others, or finds too few.
-        """
+        one has others, or finds too few."""
         train = self.config.source.train
 
         def take() -> tuple[list[dict], int]:
@@ -439,8 +430,7 @@ class Task:
         """Starts the environments that answer the turns of one conversation per example; None
         without an environment.
 
-        Raises SharedError if one fails and conversation.on_error=raise.
-        """
+        Raises SharedError if one fails and conversation.on_error=raise."""
         if self.config.environment is None:
             return None
         if self.environments is None:
@@ -471,8 +461,7 @@ class Grader:
     completion, and group g is the rows g * num_generations and the following.
 
     There is a call for each completion and, for functions of a group, one for each group, when the
-    last of it has ended. Calls are numbered in this order, and divided over the processes.
-    """
+    last of it has ended. Calls are numbered in this order, and divided over the processes."""
 
     def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
@@ -520,8 +509,7 @@ class Grader:
 
         Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
         dropped, or if processes graded other completions; StopRun if the run was asked to stop
-        while it waited.
-        """
+        while it waited."""
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))

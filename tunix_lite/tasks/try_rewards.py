@@ -3,8 +3,7 @@ is found in a second, not after the first rollout.
 
 Only plain functions outside of this package are called. Objects, such as a judge or a sandbox for
 code, may talk to a server or keep something between two calls. The calls are made in a process of
-their own, which ends with them, so what a function keeps in its module is not there later.
-"""
+their own, which ends with them, so what a function keeps in its module is not there later."""
 
 import inspect
 from contextlib import closing, suppress
@@ -34,10 +33,8 @@ def failing_functions(
     does, or if none could be called.
 
     group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
-
     Example: `reward 'near' failed with KeyError: 'anser' (my_rewards.py, line 3) for the completion
-    'I think that the answer is 7.'`.
-    """
+    'I think that the answer is 7.'`."""
     called = {}
     for name, fn in config.functions().items():
         plain = fn.args[0]

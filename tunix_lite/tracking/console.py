@@ -1,8 +1,7 @@
 """Prints a run: its settings, a line for each step, and samples; train.log has all of it.
 
 On a terminal the last line says what is done now, and is rewritten. Control characters in text of
-the model are escaped.
-"""
+the model are escaped."""
 
 import contextlib
 import errno
@@ -196,8 +195,7 @@ def step_line(
 ) -> str:
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
 
-    The numbers of a user's observers come first, so that a narrow terminal shows them.
-    """
+    The numbers of a user's observers come first, so that a narrow terminal shows them."""
     parts = headline(step, max_steps, seconds_left)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
@@ -244,8 +242,7 @@ class Screen:
     """A text stream whose reader may go away, as with `| head`: later text is then dropped.
 
     Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped. Of a
-    terminal the last line can be rewritten.
-    """
+    terminal the last line can be rewritten."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -38,8 +38,7 @@ def disk_errors_explained(
     """Raises errors of the run's disk as DiskError; other errors pass through.
 
     when: how far the run is, "after step 5". whole: the steps of its whole checkpoints, in order;
-    it may raise OSError. Both are called only after an error.
-    """
+    it may raise OSError. Both are called only after an error."""
     try:
         yield
     except Exception as error:
@@ -66,8 +65,7 @@ def disk_errors_explained(
 def trouble(error: BaseException, folder: Path) -> str | None:
     """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`.
 
-    None if the error and its causes have nothing to do with the disk of the run in `folder`.
-    """
+    None if the error and its causes have nothing to do with the disk of the run in `folder`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and not isinstance(cause, DiskError):

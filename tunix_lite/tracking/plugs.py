@@ -23,7 +23,6 @@ _MOST_CHARACTERS = 500
 @dataclass(frozen=True)
 class TrackedRun:
     """What a tracker learns of a run when it is opened.
-
     Example: TrackedRun(folder, "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None).
     """
 
@@ -50,10 +49,8 @@ class TrackedRun:
 @dataclass(frozen=True)
 class Wandb:
     """Opens a run at Weights & Biases, or goes on with that of the same folder.
-
     Example: `tracking=wandb tracking.trackers.wandb.mode=offline` writes below the run's folder,
-    for `wandb sync`.
-    """
+    for `wandb sync`."""
 
     # Project that lists the run.
     project: str | None = None
@@ -86,9 +83,7 @@ class Wandb:
 @dataclass(frozen=True)
 class Trackio:
     """Opens a run in Trackio, or goes on with that of the same name.
-
-    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal.
-    """
+    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal."""
 
     # Project that lists the run.
     project: str | None = None
@@ -136,9 +131,7 @@ class _TableRun:
 @dataclass(frozen=True)
 class Mlflow:
     """Opens a run in MLflow, or goes on with that of the same folder.
-
-    Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`.
-    """
+    Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`."""
 
     # MLflow experiment that lists the run.
     experiment: str | None = None

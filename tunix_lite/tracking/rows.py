@@ -18,8 +18,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
     """Each line of the file as (its number from 1, its bytes, its row); none without a file.
 
     The row is None if the line is not the metrics of a step. Only the first MOST_LINE bytes of one
-    line are in memory. Raises ValueError if the file cannot be read.
-    """
+    line are in memory. Raises ValueError if the file cannot be read."""
     if not file.is_file():
         return
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
@@ -55,8 +54,7 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     """Raises ValueError unless the file holds each step of the run up to `last` once, in order.
 
     last: the step of the newest checkpoint; a run that was killed wrote more after it. began: the
-    step that the run began from, which may have a row of its evaluation; None: not known.
-    """
+    step that the run began from, which may have a row of its evaluation; None: not known."""
     # The last line that counts, and then each step must follow the one before.
     counted = [n for n, _, row in read_rows(file) if row is not None and row["step"] <= last]
     before = None

@@ -1,8 +1,7 @@
 """Functions in processes that can be killed: none of them can hang, crash or end the run.
 
 Each worker has a thread that feeds it and reads its answers. A call that takes too long, or takes
-its process down, has failed; the next worker makes the calls behind it.
-"""
+its process down, has failed; the next worker makes the calls behind it."""
 
 import io
 import itertools

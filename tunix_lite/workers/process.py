@@ -1,8 +1,7 @@
 """A process that makes calls for this one and can be killed at any time.
 
 The other side is workers/child.py. Calls go there pickled, and answers come back as lines of JSON:
-what a call writes to the pipe can be wrong, but it cannot run anything here.
-"""
+what a call writes to the pipe can be wrong, but it cannot run anything here."""
 
 import io
 import json
@@ -48,9 +47,7 @@ START = (
 class Outcome(NamedTuple):
     """The outcome of a call. kind: "", value: what the function returned; or kind: error, timeout,
     crash or not_number, value: how it failed.
-
-    Example: Outcome("", 0.5), or Outcome("timeout", None).
-    """
+    Example: Outcome("", 0.5), or Outcome("timeout", None)."""
 
     kind: str
     value: Any

@@ -4,8 +4,7 @@
 three processes: this one watches; its child is the first process of a new process namespace, so
 that all ends with it; the child of that runs the code. It imports nothing of the package: it starts
 once for each test. It keeps honest mistakes and clumsy tricks from harming a run. It is no security
-boundary.
-"""
+boundary."""
 
 import builtins
 import contextlib
@@ -82,8 +81,7 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
     """Runs code, and returns its outcome (see `run`). Raises RuntimeError if it cannot.
 
     test: run after the code; None: the code is a program, which reads `text` from stdin. limits:
-    seconds, memory_mib, output_bytes, and disk_mib and processes, which have defaults.
-    """
+    seconds, memory_mib, output_bytes, and disk_mib and processes, which have defaults."""
     job = {"code": code, "test": test, "input": text, "disk_mib": 16, "processes": 8} | limits
     process = subprocess.Popen(
         [sys.executable, "-I", RUNNER],
