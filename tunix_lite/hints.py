@@ -1,8 +1,5 @@
-"""Suggests the intended setting; suggests nothing when unsure.
-
-First the table of other projects' words (conf/words.yaml), then a setting of ours of the same name
-in another section, then one that is spelt almost so. A word that fits several settings gets no hint
-of one of them."""
+"""Suggests the intended setting, and nothing when unsure: by the table of other projects' words
+(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike."""
 
 import functools
 import re

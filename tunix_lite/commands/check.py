@@ -1,7 +1,5 @@
 """`tunix-lite check`: whether this machine, its devices and the processes of a run are in order.
-
-Starting a device, and everything that several processes do together, can wait for ever: so each
-stage has a time, after which the process says what it waited for and ends."""
+Each stage could wait for ever, so it has a time, after which the process says so and ends."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
-"""The command line: programs get a built `RunConfig` of it.
-
-Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that they
-are composed here first, and once more by `hydra.main`, which takes no composed ones."""
+"""The command line: programs get a built `RunConfig` of it. Settings are composed here before
+`hydra.main` does, and checked before it makes a folder, so a mistake leaves nothing behind."""
 
 import argparse
 import contextlib

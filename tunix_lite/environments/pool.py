@@ -1,9 +1,6 @@
-"""Environments in processes that can be killed: none of them can hang, crash or end the run.
-
-The processes are those of rewards (workers/pool.py). A conversation lives in one of them. When
-that process is gone, the next one gets the conversation anew: it begins it with its example and
-steps through the completions that were recorded. So an environment must answer the same
-completions in the same way, and its state is nowhere else."""
+"""Environments in the killable processes of workers/pool.py. Where a process is lost, the next one
+resets its conversations and steps through their completions again: so what an environment answers
+must depend on the example and the completions alone."""
 
 import itertools
 import time

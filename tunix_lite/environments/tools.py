@@ -1,7 +1,5 @@
-"""Tools: Python functions that the model may call in a conversation before it answers.
-
-Their schemas are made of type hints and docstrings, in the form that chat templates take (OpenAI's,
-JSON schema). Where one cannot be made, one message says why."""
+"""Tools: Python functions that the model may call in a conversation before it answers. Their schemas,
+in OpenAI's form, are made of type hints and docstrings."""
 
 import inspect
 import re

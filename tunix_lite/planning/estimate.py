@@ -1,11 +1,6 @@
-"""The memory of a run by formulas: what plan says where nothing is compiled. Bytes are those of one
-device.
-
-What lies on a device between the programs, and sampling's copy of the weights, cache and prompts,
-are exact. Temporaries are modelled: the formulas name what must exist at once, and were compared
-with what XLA plans for TPUs and GPUs (docs/guide/plan.md says how far off they were). Sizes, in the
-letters of types.py: D embed, N heads, K key/value heads, H head size, F feed-forward, V vocabulary,
-L layers; n tokens of a micro-batch on a device; b bytes of an element as computed."""
+"""The memory of a run by formulas, in bytes of one device. What stays there, and sampling's weights,
+cache and prompts, are exact; temporaries are modelled (docs/guide/plan.md says how well). Letters
+as in types.py, and n tokens of a micro-batch on a device, b bytes of an element as computed."""
 
 import math
 from collections import Counter

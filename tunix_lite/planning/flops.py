@@ -1,11 +1,6 @@
-"""FLOPs and bytes of the model by formulas that can be counted by hand, and how near a run comes to
-the hardware.
-
-XLA's own count is of no use here: it sees a scanned layer once. A multiplication and an addition
-are two FLOPs. What counts is what the mathematics needs: recomputation, padding and masked scores
-do not, nor do norms, rope, softmax and activations, which are small. Of a layer of attention, with
-D = embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k
-and v: DKH each, o: NHD, gate, up and down: DF each."""
+"""FLOPs of the model by formulas; a multiplication and an addition are two. Recomputation, padding,
+masked scores, norms, rope, softmax and activations do not count. Of a layer of attention the
+weights are q: DNH, k and v: DKH each, o: NHD, gate, up and down: DF each (letters of types.py)."""
 
 import math
 from collections import Counter

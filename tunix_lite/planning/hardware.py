@@ -1,8 +1,5 @@
-"""What accelerators are, the devices that a plan is for, by a name or as they are attached, and
-devices to compile for that are not there.
-
-Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
-sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
+"""What accelerators are, and devices to plan and compile for that need not be there. Peaks are those
+of NVIDIA's data sheets (SXM boards, dense) and of docs.cloud.google.com/tpu/docs; memory and
 `device_kind` are as the software reports them."""
 
 import difflib

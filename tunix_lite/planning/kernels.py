@@ -1,24 +1,16 @@
-"""The kernels that a compiled program starts on one device, by its HLO text, and their time by a
-stated machine model.
+"""The kernels that a compiled program starts on one device, by its HLO text: fusions, library calls,
+copies and collectives, with their bytes, FLOPs and how often they run; and their time.
 
-`kernels` has one entry for each fusion, library call, copy and collective, with its bytes, FLOPs
-and how often it runs. How things are counted:
+- A kernel reads each operand once and writes its result once; where a fusion slices, gathers,
+  updates a slice or scatters, it is the slices that count. Aliases move no bytes.
+- A library call that updates an operand in place reads all of it, and writes no more into it than
+  it reads of the others. The text does not show FLOPs of a Pallas kernel: they count as 0.
+- A loop counts as often as it turns, and of branches the one with most bytes. Arrays in the on-chip
+  memory of a TPU cost no bytes.
 
-- A kernel reads each operand once and writes its result once; of an operand that a fusion only
-  slices or gathers from, it reads the slices. A fusion that ends in a dynamic-update-slice or a
-  scatter reads and writes the slice, not the buffer.
-- Aliases move no bytes. A library call, such as a Pallas kernel, that updates an operand in place
-  reads all of it, and writes no more into it than it reads of its other operands. The text does not
-  show the FLOPs of a Pallas kernel: they count as 0.
-- A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
-  counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
+Kernels run one after the other, and each takes as long as on its roofline:
 
-The model: kernels run one after the other, and each takes
-
-    launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)
-
-with the figures of `planning.hardware`. No kernel misses its peak in it, so it is a forecast of a
-well-tuned program, and no device has confirmed it yet."""
+    launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)"""
 
 import itertools
 import math

@@ -1,8 +1,5 @@
-"""A report as one HTML file, by report.html.jinja.
-
-The file holds no script and loads nothing from elsewhere. Texts come as the run's files have them;
-the template escapes each. The page also carries a content security policy that lets a browser run
-and load nothing, so that a text which was not escaped could still do no harm."""
+"""A report as one HTML file, by report.html.jinja, which escapes each text. The page holds no script
+and loads nothing, and its content security policy lets a browser do neither."""
 
 import contextlib
 from collections.abc import Callable

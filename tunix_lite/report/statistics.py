@@ -1,7 +1,5 @@
-"""Estimates scores of graded completions, and how sure they are: plain numpy, no model.
-
-Shapes: E examples, N samples of each. `correct_EN` is bool or 0/1. Every function is deterministic:
-what draws random numbers draws them from a seed of its own."""
+"""Estimates scores of graded completions, and how sure they are, in plain numpy, from a fixed seed.
+Shapes: E examples, N samples of each; `correct_EN` is bool or 0/1."""
 
 import math
 from collections import Counter

@@ -1,13 +1,10 @@
-"""Computes the sequences of an update and their rows by arithmetic on the settings, before any
-device is touched.
+"""Computes the sequences of an update and their rows by arithmetic on the settings.
 
     prompts x num_generations = micro_batch_size x fsdp x accumulation
 
 What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the
 rows that its tokens make. Where a group shares its prompt, a row is the prompt and k lanes of new
-tokens: a prompt stands ceil(G / k) times and not G times. The larger k, the fewer tokens, and the
-coarser are the rows to divide over shards and micro-batches: of those that fit, the k whose rows
-make the fewest tokens for a shard, empty rows counted."""
+tokens, with the k whose rows, empty ones counted, make the fewest tokens for a shard."""
 
 import math
 from dataclasses import dataclass, replace

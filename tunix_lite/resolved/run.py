@@ -1,8 +1,5 @@
-"""Values derived from the settings and the mesh: batch, rows, slots and choices, by arithmetic.
-Needs no device and no weights.
-
-`resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
-alike."""
+"""Values derived from the settings and the mesh, by arithmetic: batch, rows, slots and choices, once
+for a run and for a plan of one. Needs no device and no weights."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

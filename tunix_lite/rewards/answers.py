@@ -1,9 +1,6 @@
-"""Answers that can be checked: a text, a number or a letter of a choice, read out of a completion.
-
-An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as
-`Answer: ...`; of several marks the last one counts, and one that is empty or not closed holds no
-answer. Of `how`, strict reads only what a mark holds, and only if it is an answer as a whole;
-flexible also reads an answer with words around it and, without a mark, the last one in the text."""
+"""Answers that can be checked: a text, a number or a letter of a choice, read out of the last mark of
+a completion: `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `Answer: ...`.
+Strict reads an answer that fills the mark; flexible one with words around it, or without a mark."""
 
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
-"""Code that a model wrote, run against tests: each test in processes of its own, with limits.
-
-It needs Linux. **This is no security boundary**: what limits there are keep honest mistakes and
-clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does)."""
+"""Code that a model wrote, run against tests: each test in processes of its own, with limits. It needs
+Linux. **This is no security boundary** (docs/guide/rewards.md says what each limit does)."""
 
 import re
 import sys

@@ -1,7 +1,6 @@
-"""Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`.
-
-A number is read as an exact fraction, so that 0.1 + 0.2 is 0.3 here. What is not plainly one number
-is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at."""
+"""Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`, as exact
+fractions. What is not plainly one number is none, and not guessed at: `1,23`, `3:45`, `2^5`,
+`5 or 6`, `2x`."""
 
 import re
 import unicodedata

@@ -1,6 +1,5 @@
-"""Settings: conf/ and the words of a command line become a built `RunConfig`.
-
-Hydra and OmegaConf are used here alone: to compose settings, and to run a job with them."""
+"""Settings: conf/ and the words of a command line become a built `RunConfig`. Hydra and OmegaConf are
+used here alone."""
 
 import contextlib
 import itertools

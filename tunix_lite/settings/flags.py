@@ -1,7 +1,5 @@
 """Flags of other projects on our command lines: `--learning_rate 1e-5` is answered with the setting
-to type.
-
-Settings are key=value here, and the flags that there are belong to Hydra."""
+to type. Settings are key=value here, and the flags that there are belong to Hydra."""
 
 import re
 from collections.abc import Iterable

@@ -1,8 +1,5 @@
-"""The environments of a rollout: they answer its turns, and their answers become tokens.
-
-An environment gets the text of a turn; what it answers becomes tokens once, here, and nothing that
-was sampled is made into tokens again. Of several processes each one steps its share of the
-environments, and all of them get all answers at the same point."""
+"""The environments of a rollout: they answer its turns, and their answers become tokens, once. Each
+process steps its share of them, and all processes get all answers at the same point."""
 
 import time
 from collections import Counter

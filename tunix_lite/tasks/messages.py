@@ -1,7 +1,5 @@
-"""The messages and the tools in a row of data, as chat templates read them.
-
-A row of Parquet has every field of its structs, and null in those that are absent. So null is
-absent, at any depth, and a file of JSON lines gives the same text."""
+"""The messages and the tools in a row of data, as chat templates read them. A null is absent, at any
+depth, since a row of Parquet has every field of its structs."""
 
 import json
 from collections.abc import Callable, Mapping

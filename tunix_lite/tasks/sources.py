@@ -1,8 +1,5 @@
-"""Sources of examples. Every batch is a pure function of (seed, step), so resuming needs no saved
-iterator.
-
-A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
-"""
+"""Sources of examples, which are dicts: anything with `train` and `held_out`, a sequence each. Every
+batch is a pure function of (seed, step), so resuming needs no saved iterator."""
 
 import hashlib
 import json

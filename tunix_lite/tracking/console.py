@@ -1,7 +1,5 @@
-"""Prints a run: its settings, a line for each step, and samples; train.log has all of it.
-
-On a terminal the last line says what is done now, and is rewritten. Control characters in text of
-the model are escaped."""
+"""Prints a run: its settings, a line for each step, and samples; train.log has all of it. On a
+terminal the last line says what is done now. Control characters of the model are escaped."""
 
 import contextlib
 import errno

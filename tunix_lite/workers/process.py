@@ -1,7 +1,5 @@
-"""A process that makes calls for this one and can be killed at any time.
-
-The other side is workers/child.py. Calls go there pickled, and answers come back as lines of JSON:
-what a call writes to the pipe can be wrong, but it cannot run anything here."""
+"""A process that makes calls for this one (workers/child.py) and can be killed at any time. Answers
+are lines of JSON: what a call writes to the pipe can be wrong, but cannot run anything here."""
 
 import io
 import json

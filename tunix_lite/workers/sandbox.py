@@ -1,10 +1,6 @@
-"""Runs a piece of code once, with limits, in processes of its own (Linux).
-
-`python -I sandbox.py` reads a job as JSON from stdin and writes what became of it to stdout. It is
-three processes: this one watches; its child is the first process of a new process namespace, so
-that all ends with it; the child of that runs the code. It imports nothing of the package: it starts
-once for each test. It keeps honest mistakes and clumsy tricks from harming a run. It is no security
-boundary."""
+"""Runs a piece of code once, with limits (Linux), in three processes: this one watches; its child is
+the first of a new process namespace, so that all ends with it; the child of that runs the code. It
+imports nothing of the package, starts once for each test, and is no security boundary."""
 
 import builtins
 import contextlib
