@@ -1,9 +1,9 @@
 """Calls of tools in a completion, as the families of models write them; nothing is run to read it.
 
-    Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
-    Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
-    Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
-                   or <function=add>{"a": 1}</function> around them"""
+Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
+Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
+Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
+               or <function=add>{"a": 1}</function> around them"""
 
 import ast
 import json

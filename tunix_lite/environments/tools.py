@@ -1,5 +1,5 @@
-"""Tools: Python functions that the model may call in a conversation before it answers. Their schemas,
-in OpenAI's form, are made of type hints and docstrings."""
+"""Tools: Python functions that the model may call in a conversation before it answers. Their
+schemas, in OpenAI's form, are made of type hints and docstrings."""
 
 import inspect
 import re

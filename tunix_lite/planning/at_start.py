@@ -129,7 +129,7 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     device, and while sampling the weights, the cache and the prompts that wait."""
     machine = attached_machine()
     chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
-    plan = assemble_plan(machine, replace(resolved, sampling_weights=chosen), {})
+    plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
     known = ("weights to sample", "cache", "prompts")
     phases = [
         replace(phase, adds={name: phase.adds.get(name, 0) for name in known})

@@ -1,6 +1,7 @@
-"""The memory of a run by formulas, in bytes of one device. What stays there, and sampling's weights,
-cache and prompts, are exact; temporaries are modelled (docs/guide/plan.md says how well). Letters
-as in types.py, and n tokens of a micro-batch on a device, b bytes of an element as computed."""
+"""The memory of a run by formulas, in bytes of one device. What stays there, and sampling's
+weights, cache and prompts, are exact; temporaries are modelled (docs/guide/plan.md says how well).
+Letters as in types.py, and n tokens of a micro-batch on a device, b bytes of an element as
+computed."""
 
 import math
 from collections import Counter

@@ -1,5 +1,5 @@
-"""What accelerators are, and devices to plan and compile for that need not be there. Peaks are those
-of NVIDIA's data sheets (SXM boards, dense) and of docs.cloud.google.com/tpu/docs; memory and
+"""What accelerators are, and devices to plan and compile for that need not be there. Peaks are
+those of NVIDIA's data sheets (SXM boards, dense) and of docs.cloud.google.com/tpu/docs; memory and
 `device_kind` are as the software reports them."""
 
 import difflib

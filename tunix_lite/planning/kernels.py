@@ -1,5 +1,5 @@
-"""The kernels that a compiled program starts on one device, by its HLO text: fusions, library calls,
-copies and collectives, with their bytes, FLOPs and how often they run; and their time.
+"""The kernels that a compiled program starts on one device, by its HLO text: fusions, library
+calls, copies and collectives, with their bytes, FLOPs and how often they run; and their time.
 
 - A kernel reads each operand once and writes its result once; where a fusion slices, gathers,
   updates a slice or scatters, it is the slices that count. Aliases move no bytes.

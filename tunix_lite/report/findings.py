@@ -1,6 +1,6 @@
-"""Finds what may be wrong with a run that does not learn, from its files alone. Each fault is a check
-with a weight: a cause weighs more than its symptoms. A metric that a run lacks is nan, and no bound
-holds for it."""
+"""Finds what may be wrong with a run that does not learn, from its files alone. Each fault is a
+check with a weight: a cause weighs more than its symptoms. A metric that a run lacks is nan, and no
+bound holds for it."""
 
 import re
 from collections.abc import Callable

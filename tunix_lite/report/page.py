@@ -1,5 +1,5 @@
-"""A report as one HTML file, by report.html.jinja, which escapes each text. The page holds no script
-and loads nothing, and its content security policy lets a browser do neither."""
+"""A report as one HTML file, by report.html.jinja, which escapes each text. The page holds no
+script and loads nothing, and its content security policy lets a browser do neither."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Values derived from the settings and the mesh, by arithmetic: batch, rows, slots and choices, once
-for a run and for a plan of one. Needs no device and no weights."""
+"""Values derived from the settings and the mesh, by arithmetic: batch, rows, slots and choices,
+once for a run and for a plan of one. Needs no device and no weights."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

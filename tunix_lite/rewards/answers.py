@@ -1,5 +1,5 @@
-"""Answers that can be checked: a text, a number or a letter of a choice, read out of the last mark of
-a completion: `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `Answer: ...`.
+"""Answers that can be checked: a text, a number or a letter of a choice, read out of the last mark
+of a completion: `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `Answer: ...`.
 Strict reads an answer that fills the mark; flexible one with words around it, or without a mark."""
 
 import re

@@ -1,5 +1,5 @@
-"""Code that a model wrote, run against tests: each test in processes of its own, with limits. It needs
-Linux. **This is no security boundary** (docs/guide/rewards.md says what each limit does)."""
+"""Code that a model wrote, run against tests: each test in processes of its own, with limits. It
+needs Linux. **This is no security boundary** (docs/guide/rewards.md says what each limit does)."""
 
 import re
 import sys

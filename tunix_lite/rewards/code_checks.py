@@ -1,5 +1,5 @@
-"""The asserts of a test of code, cut in two: the process of the code evaluates what the code returns,
-and this process, which the code cannot reach, compares it with what the test expects.
+"""The asserts of a test of code, cut in two: the process of the code evaluates what the code
+returns, and this process, which the code cannot reach, compares it with what the test expects.
 
     assert add(1, 2) == 3   ->   there: __report__(0, (), add(1, 2));   here: is it 3?"""
 

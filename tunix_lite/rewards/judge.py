@@ -1,5 +1,6 @@
-"""A model as a judge, over HTTP: the server that `base_url` names, and no other, answers OpenAI-style
-chat completions. What fails is an error of the reward (rewards.on_error), never a score of 0."""
+"""A model as a judge, over HTTP: the server that `base_url` names, and no other, answers
+OpenAI-style chat completions. What fails is an error of the reward (rewards.on_error), never a
+score of 0."""
 
 import contextlib
 import http.client

@@ -1,5 +1,5 @@
-"""Settings: conf/ and the words of a command line become a built `RunConfig`. Hydra and OmegaConf are
-used here alone."""
+"""Settings: conf/ and the words of a command line become a built `RunConfig`. Hydra and OmegaConf
+are used here alone."""
 
 import contextlib
 import itertools

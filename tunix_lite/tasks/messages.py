@@ -1,5 +1,5 @@
-"""The messages and the tools in a row of data, as chat templates read them. A null is absent, at any
-depth, since a row of Parquet has every field of its structs."""
+"""The messages and the tools in a row of data, as chat templates read them. A null is absent, at
+any depth, since a row of Parquet has every field of its structs."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,5 +1,5 @@
-"""Sources of examples, which are dicts: anything with `train` and `held_out`, a sequence each. Every
-batch is a pure function of (seed, step), so resuming needs no saved iterator."""
+"""Sources of examples, which are dicts: anything with `train` and `held_out`, a sequence each.
+Every batch is a pure function of (seed, step), so resuming needs no saved iterator."""
 
 import hashlib
 import json

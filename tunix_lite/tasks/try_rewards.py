@@ -1,5 +1,5 @@
-"""Calls the plain functions of a user's rewards once before a run compiles anything, in a process that
-ends with the calls. Objects, such as a judge, may talk to a server, and are not called."""
+"""Calls the plain functions of a user's rewards once before a run compiles anything, in a process
+that ends with the calls. Objects, such as a judge, may talk to a server, and are not called."""
 
 import inspect
 from contextlib import closing, suppress

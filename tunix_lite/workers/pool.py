@@ -1,5 +1,6 @@
-"""Functions in processes that can be killed: none of them can hang, crash or end the run. A call that
-takes too long, or takes its process down, has failed; the next worker makes the calls behind it."""
+"""Functions in processes that can be killed: none of them can hang, crash or end the run. A call
+that takes too long, or takes its process down, has failed; the next worker makes the calls behind
+it."""
 
 import io
 import itertools

@@ -1,6 +1,6 @@
-"""Runs a piece of code once, with limits (Linux), in three processes: this one watches; its child is
-the first of a new process namespace, so that all ends with it; the child of that runs the code. It
-imports nothing of the package, starts once for each test, and is no security boundary."""
+"""Runs a piece of code once, with limits (Linux), in three processes: this one watches; its child
+is the first of a new process namespace, so that all ends with it; the child of that runs the code.
+It imports nothing of the package, starts once for each test, and is no security boundary."""
 
 import builtins
 import contextlib
