@@ -42,7 +42,6 @@ from tunix_lite.planning import report
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.resolved.run import check_generation, check_model_divides
 from tunix_lite.settings import compose as composing
-from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
@@ -81,10 +80,6 @@ LAUNCHERS = {  # what starts a program several times, and its options
 }
 SCRIPTS = ("sbatch", "bash", "kubectl apply -f")  # what runs a file of examples/launch
 MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
-# sources that make examples where their package is installed
-OF_PACKAGES = {
-    reasoning_gym.ReasoningGym: reasoning_gym.reasoning_gym,
-}
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
 ALLOWED = {
     "python3 -m venv .venv",
@@ -276,10 +271,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    can_be_made = all(
-        package is not None for source, package in OF_PACKAGES.items() if isinstance(run.task.source, source)
-    )
-    if run.model.weights in ("bundled", "random") and can_be_made:
+    if run.model.weights in ("bundled", "random"):
         task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
         # a few stand for all: making every held-out example of every command is half of this file's time
         examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)[0]]
