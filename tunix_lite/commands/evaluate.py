@@ -4,7 +4,6 @@ is; or two models."""
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,6 @@ from tunix_lite.distributed.join import (
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
-from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
@@ -184,7 +182,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
                     fresh.replace(out / file)
             except OSError as problem:
                 raise ValueError(f"{out} cannot be written: {problem.strerror}") from problem
-        _say(f"results.json, results.md and all completions are in {out}")
+        program.say(f"results.json, results.md and all completions are in {out}")
 
 
 def evaluate_model(
@@ -279,7 +277,8 @@ def _score(
     name = _task_name(run.task)
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
-    _say(f"{name}, {which}: {count} greedy completions{drawn}")
+    if is_first():
+        program.say(f"{name}, {which}: {count} greedy completions{drawn}")
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
@@ -302,9 +301,3 @@ def _score(
             progress,
         )
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores
-
-
-def _say(text: str) -> None:
-    """Results go to standard output, all else to standard error, of the first process."""
-    if is_first():
-        print(visible(text), file=sys.stderr, flush=True)

@@ -114,14 +114,12 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     # All of them, in the order of their prompts.
     dropped = len(prompts) - len({completion.prompt for completion in completions})
     if dropped:
-        print(
-            f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr
-        )
+        program.say(f"{dropped} of {len(prompts)} prompts were too long, and dropped")
     if out is not None:
         out.write_text(_lines(completions, prompts), encoding="utf-8")
         partial.unlink()
         answered = f"{len(completions)} completions of {len(prompts) - dropped} prompts"
-        print(f"{answered} are in {out}", file=sys.stderr)
+        program.say(f"{answered} are in {out}")
 
 
 def _talk(run: RunConfig, settings: GenerateConfig) -> None:
@@ -139,7 +137,7 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
         hints.insert(0, f"the model of {Path(settings.checkpoint).resolve()}")
     if model.source.name == "bundled":
         hints.append("the bundled model does sums of three or four numbers, one at a time")
-    print(visible("\n".join(hints)), file=sys.stderr)
+    program.say("\n".join(hints))
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     messages = list(start)
     turn = 0
@@ -161,7 +159,7 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
                 answer = _print_while_sampled(model, conversation, run, seed)
             except ValueError as error:
                 # Too long, or not what the template allows: the conversation stays as it was.
-                print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
+                program.say(f"{error}. /reset begins anew")
                 continue
             messages = [*conversation, {"role": "assistant", "content": answer}]
             turn += 1

@@ -165,14 +165,11 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
         devices = devices_of(machine)
-        best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
-        plans[:_COMPILED] = best
+        plans[:_COMPILED] = [
+            planning.with_compiled(plan, devices, program.say) for plan in plans[:_COMPILED]
+        ]
         plans.sort(key=lambda plan: plan.rank)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
@@ -182,11 +179,10 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         return plans
 
     def compile_again(changed: Plan) -> Plan:
-        if settings.analytic:
-            return changed
-        return planning.with_compiled(changed, devices_of(changed.machine), _say)
+        return planning.with_compiled(changed, devices_of(changed.machine), program.say)
 
-    overrides, found = advice(plans.plans[0], compile_again)
+    again = [] if settings.analytic else [compile_again]
+    overrides, found = advice(plans.plans[0], *again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"

@@ -54,6 +54,11 @@ _EXIT_WRONG_SETTINGS = 2
 EXIT_INTERRUPTED = 130
 
 
+def say(text: str) -> None:
+    """Prints a line on standard error: standard output is for results."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def main(
     task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]
 ) -> None:
@@ -275,5 +280,5 @@ def _or_exit(
         is_ours = made_by_hydra is not None and is_wrong
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        say(f"error: {error}")
         sys.exit(_EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)

@@ -375,7 +375,17 @@ def resolve_run(
             f"model.lora: base={base} is for the frozen weights under adapters, and rank=0 trains "
             "all weights; set model.lora.rank=16, or leave base out"
         )
-    check_apart(run, cfg, lora, platform)
+    # The mesh that only samples.
+    if (shape := run.rollout.mesh_shape) is not None:
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+        with error_context("rollout.mesh_shape"):
+            try:
+                check_model_divides(run, cfg, lora, sizes)
+            except ValueError as error:
+                text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+                raise ValueError(text) from error
+        with error_context("rollout"):
+            check_decode_kernels(run, cfg, platform, sizes["tp"])
     with error_context("generation"):
         check_generation(run, cfg)
 
@@ -481,24 +491,6 @@ def check_model_divides(
     mesh = SimpleNamespace(shape=mesh_shape)
     for part in tables:
         weights.check_divisible(part, mesh, run.sharding.table("train"))
-
-
-def check_apart(
-    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
-) -> None:
-    """Raises ConfigError if the mesh that only samples does not divide the model."""
-    shape = run.rollout.mesh_shape
-    if shape is None:
-        return
-    sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
-    with error_context("rollout.mesh_shape"):
-        try:
-            check_model_divides(run, cfg, lora, sizes)
-        except ValueError as error:
-            text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
-            raise ValueError(text) from error
-    with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, sizes["tp"])
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:

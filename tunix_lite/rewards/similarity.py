@@ -78,7 +78,7 @@ class RougeL:
         return best
 
 
-def rouge_n(text: str, reference: str, n: int = 1) -> float:
+def _rouge_n(text: str, reference: str, n: int = 1) -> float:
     """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
     words = (_units_of(each) for each in (text, reference))
     ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
@@ -92,7 +92,7 @@ def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, n
     They are the numbers of `rouge_score` with use_stemmer=False."""
     pairs = list(zip(texts, references))
     return {
-        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
-        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_1": np.array([_rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([_rouge_n(text, other, 2) for text, other in pairs]),
         "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),
     }

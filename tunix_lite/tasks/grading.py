@@ -60,14 +60,11 @@ def shared_outcomes(
         "files and the same tokenizer?",
     )
     count = len(everyone)
+    results = [everyone[call % count][0][call // count] for call in range(len(futures))]
     return [
-        read_values(everyone[call % count][0][call // count]) for call in range(len(futures))
+        {name: Outcome(kind, from_json(value)) for name, (kind, value) in one.items()}
+        for one in results
     ]
-
-
-def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """The outcomes of a call with their values as `to_json` was given them."""
-    return {name: Outcome(kind, from_json(value)) for name, (kind, value) in outcomes.items()}
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:

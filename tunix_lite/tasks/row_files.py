@@ -122,9 +122,8 @@ def rows_of(
     return _rows_with(content, file, kind, on_error, checker)
 
 
-@lru_cache(maxsize=FILES_KEPT)
-def _rows_with(content: bytes, *settings: Any) -> Rows:
-    return Rows(*settings)
+# content: makes a file that has changed another one
+_rows_with = lru_cache(maxsize=FILES_KEPT)(lambda content, *settings: Rows(*settings))
 
 
 # ---- JSON lines

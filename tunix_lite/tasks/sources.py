@@ -38,14 +38,14 @@ class Source(Protocol):
         """The examples to evaluate with."""
 
 
-def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch."""
-    order = order_of(examples, seed)
+    order = _order_of(examples, seed)
     places = range(step * batch_size, (step + 1) * batch_size)
     return [examples[int(order[place])] for place in places]
 
@@ -85,7 +85,7 @@ class FittingOrders:
 
     def _batches(self, batch_size: int, seed: int) -> Iterator[tuple[list[int], int]]:
         """The numbers of the examples of each batch, and how many were passed over for it."""
-        order = order_of(self.examples, seed)
+        order = _order_of(self.examples, seed)
         count = len(self.examples)
         position = 0
         # examples that the batch before held already, where an epoch ends in a batch

@@ -91,7 +91,7 @@ class Console:
         # of the steps so far, and of the last evaluation
         self._seconds: list[float] = []
         self._of_evaluation = 0.0
-        self._headline = headline(0, max_steps, None)
+        self._headline = _head_of(0, max_steps, None)
 
     # ---- the start
 
@@ -126,7 +126,7 @@ class Console:
 
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from."""
-        self._headline = headline(step, self._max_steps, None)
+        self._headline = _head_of(step, self._max_steps, None)
 
     # ---- every step
 
@@ -136,7 +136,7 @@ class Console:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
-        self._headline = headline(step, self._max_steps, left)
+        self._headline = _head_of(step, self._max_steps, left)
         line = step_line(step, self._max_steps, metrics, left)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
@@ -182,7 +182,7 @@ class Console:
         self._log.flush()
 
 
-def headline(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
+def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
     """`step 12/60 20%` and `eta 1m20s`; None: not known."""
     parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
     return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
@@ -194,7 +194,7 @@ def step_line(
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
 
     The numbers of a user's observers come first, so that a narrow terminal shows them."""
-    parts = headline(step, max_steps, seconds_left)
+    parts = _head_of(step, max_steps, seconds_left)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")

@@ -22,17 +22,12 @@ def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
     if not file.is_file():
         return
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
-        yield number, line, row_of(line) if is_whole else None
-
-
-def row_of(line: bytes) -> dict | None:
-    """The metrics of a step in a line; None if it holds something else."""
-    row = {}
-    # ValueError: the line is no UTF-8, or no JSON object.
-    with contextlib.suppress(ValueError):
-        row = parse_object(line.decode("utf-8"), "the line")
-    is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
-    return row if is_step else None
+        row = {}
+        # ValueError: the line is no UTF-8, or no JSON object.
+        with contextlib.suppress(ValueError):
+            row = parse_object(line.decode("utf-8"), "the line") if is_whole else {}
+        is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
+        yield number, line, row if is_step else None
 
 
 def is_number(value: object) -> bool:
