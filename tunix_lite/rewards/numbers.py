@@ -52,18 +52,9 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-# What may stand behind a number: units of one letter; of two, and words of a sentence; and units of
-# three without a space. Other short ones are variables.
+# Units of one letter, and short ones that stand right behind a number; other letters are variables.
 _UNIT_LETTERS = frozenset("mgshlLWVANJKCF\u2126\u03a9")
-_SHORT_WORDS = """
-    km cm mm nm um kg mg ug ml cl dl ms ns hz kb mb gb tb pa ev cc px pt qt ft in yd mi lb oz hr wk
-    mo yr am pm st nd rd th pc ct kr rs kw mw gw mv ma kj sq cu
-    of is as it he we so if at on by up no an my me us do
-""".split()  # noqa: SIM905
-_SHORT_UNITS = """
-    mph kph kmh rpm psi kwh lbs kgs hrs min sec day yrs wks mos deg rad pts pcs cts usd eur gbp cad
-    aud mol cal khz mhz ghz kpa gal mil
-""".split()  # noqa: SIM905
+_SHORT_UNITS = "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()
 _FUNCTIONS = (
     r"pi|tau|sin|cos|tan|cot|sec(?=\s*[(\w])|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|sqrt|"
     r"cbrt|lim|inf|infinity|infty|mod|modulo|choose|factorial|squared|cubed|plus|minus|or|multiplied|"
@@ -73,7 +64,6 @@ _FUNCTIONS = (
 _RAISED = r"\u00b2\u00b3\u00b9\u2070-\u209f"
 _OPERATOR = rf"\\^_=<>+*|~\u00b1\u00d7\u00f7\u2200-\u22ff{_RAISED}"
 _LETTER = rf"[^\W\d_{_RAISED}]"
-_GREEK = re.compile(r"[\u0391-\u03c9]")
 # What follows a number, piece by piece; m^2, s^{-1} and m² are no operators.
 _TOKEN = re.compile(
     rf"""
@@ -86,7 +76,6 @@ _TOKEN = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_NEXT_WORD = re.compile(rf"\s+{_LETTER}{{2}}")
 _CONNECTS = re.compile(
     rf"(?:{_FUNCTIONS})\b|and\s+(?:an?|one|half|more)\b|at\s+(?:least|most)\b", re.IGNORECASE
 )
@@ -268,24 +257,14 @@ def _larger_at(rest: str) -> int | None:
 
 
 def _is_of_a_unit(word: str, match: re.Match) -> bool:
-    """True if letters behind a number are no variables: `5 km`, `5 clips`; not `5x`, `5 xy`."""
-    if len(word) == 1 and word in _UNIT_LETTERS:
+    """True if letters behind a number are no variables: `5 km`, `5 clips`; not `5x`, `5 x`."""
+    if word in _UNIT_LETTERS:
         return True
-    if _GREEK.search(word):
-        # mu is a unit in micrometres and the like; other Greek letters are variables
-        return word[0] == "\u03bc"
-    # other writings have units of one letter
-    if not word[0].isascii() or "." in word or "'" in word:
-        return True
-    if len(word) == 1:
-        return (
-            word in "aI"
-            and match.start() > 0
-            and bool(_NEXT_WORD.match(match.string, match.end()))
-        )
-    if len(word) == 2:
-        return word.lower() in _SHORT_WORDS
-    return match.start() > 0 or len(word) > 3 or word.lower() in _SHORT_UNITS
+    if "\u0370" <= word[0] < "\u0400" or (len(word) == 1 and word.isascii()):
+        # Greek or Latin; `a` and `I` are words of their own
+        return word in "aI" and match.start() > 0
+    is_short = len(word) <= 2 and word.isascii() and word.lower() not in _SHORT_UNITS
+    return match.start() > 0 or not is_short
 
 
 def _without_scale(rest: str) -> str:
