@@ -11,22 +11,8 @@ LOOKED_AT = 64 * 1024
 # digits of a number, and the largest power of ten, that are still computed with
 MOST_DIGITS = 400
 
-SCALES = {
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 1000,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "lakh": 10**5,
-    "crore": 10**7,
-    # only the plural of these: `5 ten-dollar notes` are 5
-    "tens": 10,
-    "hundredths": Fraction(1, 100),
-    "thousandths": Fraction(1, 1000),
-}
-_PARTS = "halves thirds fourths fifths sixths sevenths eighths ninths tenths"
-SCALES |= {word: Fraction(1, n) for n, word in enumerate(_PARTS.split(), start=2)}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000}
+SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 _CURRENCY = r"(?:(?:US|CA|AU)?\$|€|£|¥|₹|(?:USD|EUR|GBP|Rs\.?)\s?)"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -306,7 +292,7 @@ def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
         value /= 100
     if scale := _SCALE.match(text, match.end()):
         for word in scale[0].lower().split():
-            value *= SCALES.get(word) or SCALES[word.removesuffix("s")]
+            value *= SCALES[word.removesuffix("s")]
     return value
 
 
