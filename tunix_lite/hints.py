@@ -45,9 +45,7 @@ def shell_quoted(override: str) -> str:
 
 def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
-    it.
-
-    known: the names of all settings. value: what it was to be, as text or as YAML read it."""
+    it. known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
@@ -116,10 +114,8 @@ def _normal(key: str) -> str:
 
 
 def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
-    """Translates a word of another project; None if the table does not have it.
-
-    value: None if it is not known. known: the settings that there are; None: whatever the word's
-    first meaning is."""
+    """Translates a word of another project; None if the table does not have it. value: None if it
+    is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")

@@ -106,11 +106,8 @@ def main() -> None:
 
 
 def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
-    """Evaluates the model, and the one that it is compared with; prints and writes the results.
-
-    Of several processes each samples and grades its share, and the first one prints and writes.
-    Raises ConfigError for a task or an `out` that cannot be used, on all of them, before a model is
-    loaded."""
+    """Evaluates the model, and the one that it is compared with; the first process prints and
+    writes the results. Raises ConfigError, before a model is loaded, on all processes."""
     keep_programs(run.runtime.program_cache)
     options = settings.evaluate
     # One evaluation of all processes that were started as one, which is mostly this one alone.

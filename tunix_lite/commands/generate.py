@@ -200,11 +200,9 @@ def escape_for_terminal(text: str) -> str:
 
 
 def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
-    """The prompts of a file, and for each the most tokens of its completions.
-
-    Each line of a .jsonl file is {"prompt": "..."} or {"messages": [...]}, and may have
-    "max_new_tokens", else `most` counts. Each line of any other file is a prompt. Raises
-    ConfigError with the line that is wrong."""
+    """The prompts of a file, and for each the most tokens of its completions: `max_new_tokens` of
+    its line, or `most`. Lines are {"prompt": "..."} or {"messages": [...]} of .jsonl, else prompts.
+    Raises ConfigError with the line that is wrong."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:

@@ -117,10 +117,9 @@ def recorded_lengths(folder: str) -> Lengths:
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
-    """Makes a plan for each mesh, the best first.
-
-    words: the command line, which is repeated with what would fit, if no plan fits. Raises
-    ConfigError if the settings are wrong, or if no mesh divides the model and the batch."""
+    """Makes a plan for each mesh, the best first. words: the command line, to repeat with what
+    would fit. Raises ConfigError if the settings are wrong, or no mesh divides the model and the
+    batch."""
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "

@@ -62,12 +62,10 @@ def say(text: str) -> None:
 def main(
     task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]
 ) -> None:
-    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)`.
+    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)` of
+    the same run, or of all runs of a sweep. Errors end the process with a message and an exit code.
 
-    The folder that `check` gets is the one that Hydra will make, as far as it is known. `task` gets
-    the same `run` object as `check`. Hydra's own flags work as in every Hydra program. All runs of
-    a sweep are checked before the first one starts. Errors end the process with a message and an
-    exit code."""
+    The folder that `check` gets is the one that Hydra will make, as far as it is known."""
     keep_freed_memory()
     open_closed_streams()
     if SHOWS_ONLY & set(sys.argv[1:]):
@@ -149,15 +147,12 @@ def run_command(
     takes_run: bool = True,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with the settings of its command
-    line.
+    line. Errors end the process with a message and an exit code.
 
-    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
-    settings. A command has all settings of a run, too, but makes no folder as a run does. With
-    checkpoint=FOLDER the settings of `model` are those of the run in that folder.
-
-    positional: the setting that a first word is short for: one without `=`, or the name of a folder
-    that is there; is_list: all such words are, as a list. takes_run: False for `action(settings)`.
-    Errors end the process with a message and an exit code."""
+    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its settings.
+    With checkpoint=FOLDER the settings of `model` are those of that run. positional: the setting
+    that a first word is short for: one without `=`, or a folder that is there; is_list: all such
+    words. takes_run: False for `action(settings)`."""
     keep_freed_memory()
     foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.
@@ -252,9 +247,8 @@ def _or_exit(
     interrupted: str = _RESUME_HINT,
 ) -> object:
     """Returns action(); errors that a user can cause become one line of text and an exit code.
-
-    made_by_hydra: the folder that Hydra made for this run, which is removed if wrong settings are
-    found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C."""
+    made_by_hydra: the folder of this run, removed where settings are wrong and it holds nothing
+    else. interrupted: what follows "interrupted" after Ctrl-C."""
     try:
         return action()
     except KeyboardInterrupt:

@@ -79,10 +79,9 @@ def missing_method(environment: object) -> str:
 
 
 def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
-    """The prompt with which the environment begins; None: that of the task.
-
-    A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
-    example, and the example as its options, as far as it takes them."""
+    """The prompt with which the environment begins; None: that of the task. A `reset` that takes no
+    example, as gymnasium's, gets a seed that depends on the example alone, and it as its
+    options."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
     known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}

@@ -31,8 +31,7 @@ NAME = "environment"
 
 class Reply(NamedTuple):
     """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
-    failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: that the call
-    took.
+    failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: of the call.
     Example: Reply(Turn("Higher."), seconds=0.001)."""
 
     turn: Turn | None
@@ -99,13 +98,9 @@ class _Conversation:
 
 
 class EnvironmentPool:
-    """Environments in `settings.workers` processes or, if that is 0, here and now. A context
-    manager.
-
-    make: a function that returns an environment, or an environment that was not used yet. A row has
-    one conversation at a time, and a conversation one call.
-    Example: with EnvironmentPool(GuessingGame, ConversationConfig()) as pool:
-    pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward"""
+    """Environments in `settings.workers` processes or, if that is 0, here: a context manager. make:
+    a function that returns one, or one that was not used yet. A row has one conversation at a time.
+    Example: EnvironmentPool(GuessingGame, ConversationConfig()).reset(0, example).result().turn"""
 
     def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings

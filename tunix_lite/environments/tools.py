@@ -31,13 +31,11 @@ ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
 
 @dataclass
 class ToolEnvironment:
-    """A conversation in which the model calls tools. A completion without a call is its answer.
-
-    What a tool returns, or how it failed, is what the model reads next: one message for each call.
-    After `max_calls` calls it is asked for its answer once; then the conversation ends. The answer
-    gets `reward`, if it is given; the rewards of the task see the answer, too.
-    Example: ToolEnvironment(tools=(calculator,)) answers `<tool_call>{"name": "calculator",
-    "arguments": {"expression": "2 + 2"}}</tool_call>` with "4"."""
+    """A conversation in which the model calls tools, and reads what each returns, or how it failed.
+    A completion without a call is its answer, which gets `reward`. After `max_calls` calls it is
+    asked for the answer once.
+    Example: ToolEnvironment(tools=(calculator,)) answers the call calculator(expression="2 + 2")
+    with "4"."""
 
     # Functions with type hints and a docstring, by their dotted paths.
     tools: tuple[Callable, ...]
@@ -141,9 +139,8 @@ class ToolEnvironment:
 
 def schema_of(tool: Callable[..., object]) -> dict:
     """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
-    description, parameters}}. Raises ValueError where it cannot be made.
-
-    It is called by its attribute `name`, that of the function, or of the class in lower case."""
+    description, parameters}}. Its name is its attribute `name`, that of the function, or of the
+    class in lower case. Raises ValueError where it cannot be made."""
     plain = tool.func if isinstance(tool, partial) else tool
     name = getattr(plain, "name", None) or getattr(plain, "__name__", None)
     if name is None:

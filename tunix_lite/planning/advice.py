@@ -68,12 +68,10 @@ Change = Callable[[_Trial], Iterator[_Trial]]
 def advice(
     plan: Plan, refine: Callable[[Plan], Plan] = lambda plan: plan
 ) -> tuple[tuple[str, ...], Plan]:
-    """The first change with which the run fits, and the plan of it; if there is none, the least
-    that it gets down to.
-
+    """The overrides with which the run fits, and the plan of it; or the least that it gets down to.
     Single changes first, the cheapest first; then several, as few as do; then more devices. An
-    estimate must leave ESTIMATE_MARGIN of the memory free. refine(estimate that fits) -> a plan
-    that knows more, by compiling it."""
+    estimate must leave ESTIMATE_MARGIN free. refine(estimate that fits) -> a plan that knows
+    more."""
     start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         changed = trial.plan()

@@ -140,10 +140,8 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
 
 def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     """Raises ConfigError, with what would fit, where the plan of a run does not;
-    training.memory_check=warn says it.
-
-    Of packed rows only sampling counts: their update and scoring are planned at their fullest, and
-    batches as they come may fit. Without a known memory nothing is checked."""
+    training.memory_check=warn says it. Of packed rows, planned at their fullest, only sampling
+    counts."""
     capacity = plan.machine.capacity
     if capacity is None:
         return

@@ -30,10 +30,9 @@ class MemoryEstimate:
     resolved: ResolvedRun
 
     def resident(self) -> dict[str, int]:
-        """The bytes that stay on a device from step to step, by part.
-
-        reference: for a KL term without LoRA, the weights once more; with it, the adapters that
-        training starts from, if any. Each frozen model of the algorithm is a part, too."""
+        """The bytes that stay on a device from step to step, by part; each frozen model is one.
+        reference: for a KL term without LoRA the weights once more, with it the adapters that
+        training starts from."""
         resolved = self.resolved
         table = resolved.tables
         trained = resolved.table_bytes(table.trained)
@@ -151,10 +150,8 @@ class MemoryEstimate:
     def choose_sampling_weights(
         self, capacity: int | None, beside: dict[str, int] | None = None
     ) -> str:
-        """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
-
-        capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
-        what stays there, where it is not `resident`."""
+        """gathered or sharded, by the rule of rollout.memory. capacity: bytes of a device; None:
+        whole weights are taken to fit. beside: what stays on it, where it is not `resident`."""
         if capacity is None and self.resolved.run.rollout.weights == "auto":
             return "gathered"
         stays = self.resident() if beside is None else beside
@@ -217,11 +214,9 @@ class MemoryEstimate:
         }
 
     def update(self) -> dict[str, int]:
-        """The bytes that the update adds: its batch, gradients, and activations with all else that
-        is temporary.
-
-        activations: what is kept of every layer, and the larger of one layer at work (recomputed
-        forward, and backward) and the head's scores."""
+        """The bytes that the update adds: its batch, gradients, and activations: what is kept of
+        every layer, and the larger of one layer at work (recomputed forward, and backward) and the
+        head's scores."""
         resolved = self.resolved
         rows, width = self._tokens_at_once()
         layer = 2 * self._layer_at_work(rows * width)
@@ -291,13 +286,7 @@ class MemoryEstimate:
 
     def kept_layers(self, rows: int, width: int) -> int:
         """The bytes that the backward pass finds of every layer: its input, nD, the layer's own
-        input, if there is one, and what training.remat keeps beside them.
-
-        save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the
-        feed-forward's three products. none: those, what attention gives, and its scores in float32
-        where they are made all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and
-        the layer's matrices. What a program without a loop over layers keeps more than these is not
-        known."""
+        input, if there is one, and what training.remat keeps beside them."""
         counts = Counter(self.resolved.cfg.kinds_of_weights)
         return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
 

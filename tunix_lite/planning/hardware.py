@@ -147,11 +147,9 @@ class Machine:
 
 @error_context("target")
 def find_machine(text: str) -> Machine:
-    """The devices that jax sees, `attached`, or that a name means: h100x8 is eight GPUs, v5e-16 a
-    TPU slice as Google Cloud names it. Raises ConfigError, with a name that would do.
-
-    v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its
-    two into one device."""
+    """The devices that jax sees, `attached`, or that a name means: h100x8, or v5e-16, a slice as
+    Google Cloud names it. v5e and v6e names count chips, others TensorCores, of which a v4 or v5p
+    chip joins two into one device. Raises ConfigError, with a name that would do."""
     if text == "attached":
         return attached_machine()
     typed = text.strip().lower()

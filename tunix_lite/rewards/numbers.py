@@ -40,7 +40,11 @@ NUMBER = re.compile(
 )
 # Units of one letter, and short ones that stand right behind a number; other letters are variables.
 _UNIT_LETTERS = frozenset("mgshlLWVANJKCF\u2126\u03a9")
-_SHORT_UNITS = "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()
+_SHORT_UNITS = frozenset(
+    "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()  # noqa: SIM905
+)
+    "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()
+)
 _FUNCTIONS = (
     r"pi|tau|sin|cos|tan|cot|sec(?=\s*[(\w])|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|sqrt|"
     r"cbrt|lim|inf|infinity|infty|mod|modulo|choose|factorial|squared|cubed|plus|minus|or|multiplied|"

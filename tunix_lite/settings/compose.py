@@ -61,10 +61,8 @@ OmegaConf.register_new_resolver("auto", auto, replace=True)
 
 
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
-    """The settings of a run, built from conf/ and these overrides.
-
-    overrides: as on the command line, `["model=gemma3_1b", "seed=1"]`. more_conf: a folder with the
-    user's own options. Raises ConfigError.
+    """The settings of a run, built from conf/ and these overrides, written as on the command line.
+    more_conf: a folder with the user's own options. Raises ConfigError.
     Example: `compose(["algorithm=dr_grpo", "training.max_steps=20"]).training.max_steps` is 20."""
     return build(RunConfig, compose_values(overrides, more_conf))
 
@@ -75,10 +73,9 @@ def compose_values(
     of: tuple[str, ...] = (),
     config_name: str = "config",
 ) -> dict:
-    """The settings as nested plain values, not built yet.
-
-    of: overrides that a command adds before those of the user, `("+command=generate",)`.
-    config_name: of the file that everything begins with. Raises ConfigError."""
+    """The settings as nested plain values, not built yet. of: overrides that a command adds,
+    `("+command=generate",)`. config_name: of the file that everything begins with. Raises
+    ConfigError."""
     overrides = expand_short_forms(overrides)
     hide_users_of_urls(overrides)
     with error_context(""):
@@ -247,10 +244,8 @@ PLUGINS = {
 
 
 def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
-    """The dotted names of all settings, with these options chosen; model=random has more of them.
-
-    If the options cannot be composed, those of the default options; [] if the file of this name
-    cannot be composed at all."""
+    """The dotted names of all settings, with these options chosen, or with the default ones where
+    they cannot be composed; [] if the file of this name cannot be composed at all."""
     for chosen in (options, list(of)):
         with contextlib.suppress(HydraException, OmegaConfBaseException):
             return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
@@ -276,10 +271,8 @@ def leaves(values: dict, prefix: str = "") -> Iterator[str]:
 
 
 def fill_in_folder(text: str, values: dict) -> str:
-    """Fills in `${now:...}` and settings in the folder that a command line gives.
-
-    text: the folder as given. values: the settings as plain values. Raises ConfigError for what
-    only Hydra could fill in."""
+    """Fills in `${now:...}` and settings in the folder that a command line gives. values: the
+    settings as plain values. Raises ConfigError for what only Hydra could fill in."""
     setup_globals()
     try:
         return str(OmegaConf.create({**values, "hydra": {"folder": text}}).hydra.folder)

@@ -82,11 +82,9 @@ class EnvironmentPartner:
         return row in self._starts and bool(self._starts[row].failure)
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
-        """The answers that have come; with `wait`, at least one. patience: seconds in which the
-        others may still come.
-
-        Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
-        run was asked to stop while it waited."""
+        """The answers that have come; with `wait`, at least one. patience: seconds in which others
+        may still come. Raises SharedError if an environment fails and conversation.on_error=raise,
+        and StopRun."""
         replies = {row: TurnReply() for row in self._waiting if self._failed_at_start(row)}
         self._waiting -= set(replies)
         if self._waiting:

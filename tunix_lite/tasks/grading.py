@@ -30,11 +30,8 @@ def shared_outcomes(
     graded: str,
     processes: Processes,
 ) -> list[dict[str, Outcome]]:
-    """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
-    them does.
-
-    graded: a digest of it, which must be the same everywhere; held-out examples are compared
-    nowhere else."""
+    """Returns the outcome of each call, by whichever process. graded: a digest, which must be the
+    same everywhere. Raises ValueError on all processes if one of them does."""
     own = [future for future in futures if future is not None]
     left = set(own)
     stops = False
@@ -74,10 +71,8 @@ def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
-    each.
-
-    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable."""
+    """Tells which completions nothing is learned from, and which of those are unscorable, as every
+    reward skips them; [B] bool each. kinds_BN: of the outcomes of all rewards."""
     unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
     failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
     return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B

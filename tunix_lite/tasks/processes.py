@@ -59,10 +59,8 @@ ALONE = Processes()
 
 
 def same_on_all(processes: Processes, take: Callable[[], Any]) -> Any:
-    """Returns the result of `take`, after all processes have compared it.
-
-    Raises SharedError on all of them if one has another result, or if `take` raises ValueError on
-    one."""
+    """Returns the result of `take`, after all processes have compared it. Raises SharedError on all
+    of them if one has another result, or if `take` raises ValueError on one."""
     if processes.count == 1:
         return take()
     taken = None

@@ -51,11 +51,8 @@ def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) ->
 
 
 class FittingOrders:
-    """The batches of examples that fit, in the orders of all seeds: each example is looked at once.
-
-    In the endless shuffled order of a seed each example that fits comes once an epoch. Batch number
-    `step` is the same whatever was asked before. If no example is left out, the batches are those
-    of `batch_at`.
+    """The batches of examples that fit, in the endless shuffled order of each seed; an example is
+    looked at once. Batch number `step` is the same whatever was asked before.
     Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
     examples were passed over on the way to it."""
 
@@ -226,10 +223,9 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Jsonl(FileSource):
-    """Examples from files with one JSON object a line; what stands in a file is the whole of that
-    split.
-    Example: `Jsonl("data/train.jsonl", "data/held_out.jsonl").train[0]` is the first line's object.
     """
+    Examples from two files with one JSON object a line. Example: `Jsonl("data/train.jsonl",
+    "data/held_out.jsonl").train[0]` is the first line's object."""
 
     train_file: str  # path
     held_out_file: str  # path
@@ -241,11 +237,8 @@ class Jsonl(FileSource):
 
 @dataclass(frozen=True)
 class Arithmetic(GeneratedSource):
-    """Generated sums and differences of whole numbers, with their answers and two ways of saying
-    them.
-
-    An example has `question`, `answer`, and `completion`, a demonstration: the answer at once or,
-    for a share `worked` of the problems, every step before it.
+    """Generated sums and differences of whole numbers. The demonstration says the answer at once
+    or, for a share `worked` of the problems, every step before it.
     Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}."""
 
     # Fewest numbers in a problem.

@@ -283,10 +283,8 @@ class Task:
     # ---- which examples are taken
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Training examples number `step`, and how many were dropped on the way to them.
-
-        In a run of several processes all compare what they take. Raises ValueError, on all of them:
-        one has others, or finds too few."""
+        """Training examples number `step`, and how many were dropped on the way to them. Raises
+        ValueError, on all processes, if one has others, or finds too few."""
         train = self.config.source.train
 
         def take() -> tuple[list[dict], int]:
@@ -428,9 +426,7 @@ class Task:
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
         """Starts the environments that answer the turns of one conversation per example; None
-        without an environment.
-
-        Raises SharedError if one fails and conversation.on_error=raise."""
+        without an environment. Raises SharedError if one fails and conversation.on_error=raise."""
         if self.config.environment is None:
             return None
         if self.environments is None:
@@ -457,11 +453,10 @@ class Task:
 
 
 class Grader:
-    """Grades completions one by one, while others are still sampled; `examples` has one entry per
-    completion, and group g is the rows g * num_generations and the following.
-
-    There is a call for each completion and, for functions of a group, one for each group, when the
-    last of it has ended. Calls are numbered in this order, and divided over the processes."""
+    """Grades completions one by one, while others are still sampled; `examples` has one for each,
+    and group g is the rows g * num_generations and the following. Calls, one for each completion
+    and one for each group where functions want it, are numbered in this order and divided over
+    processes."""
 
     def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
@@ -505,11 +500,9 @@ class Grader:
         self.seconds += time.perf_counter() - began
 
     def results(self, rollout: Rollout) -> Graded:
-        """Waits for all grades. Completions that were not submitted are graded now.
-
-        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
-        dropped, or if processes graded other completions; StopRun if the run was asked to stop
-        while it waited."""
+        """Waits for all grades. Completions that were not submitted are graded now. Raises
+        ValueError if a reward failed and rewards.on_error=raise, if all completions were dropped,
+        or if processes graded other completions; StopRun if the run was asked to stop."""
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))

@@ -26,9 +26,7 @@ def failing_functions(
     config: TaskConfig, example: dict, group: int, settings: RewardsConfig
 ) -> str:
     """Describes the user's functions that fail on made-up completions of this example; "" if none
-    does, or if none could be called.
-
-    group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
+    does, or none could be called. group: completions of an example. settings: of the run.
     Example: `reward 'near' failed with KeyError: 'anser' (my_rewards.py, line 3) for the completion
     'I think that the answer is 7.'`."""
     called = {}

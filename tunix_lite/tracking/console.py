@@ -238,9 +238,8 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 class Screen:
     """A text stream whose reader may go away, as with `| head`: later text is then dropped.
-
-    Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped. Of a
-    terminal the last line can be rewritten."""
+    Characters that its encoding does not have are escaped. Of a terminal the last line can be
+    rewritten."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -35,10 +35,8 @@ _IN_THE_FOLDER = {
 def disk_errors_explained(
     folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]
 ) -> Iterator[None]:
-    """Raises errors of the run's disk as DiskError; other errors pass through.
-
-    when: how far the run is, "after step 5". whole: the steps of its whole checkpoints, in order;
-    it may raise OSError. Both are called only after an error."""
+    """Raises errors of the run's disk as DiskError; other errors pass through. when: how far the
+    run is, "after step 5". whole: the steps of its whole checkpoints; it may raise OSError."""
     try:
         yield
     except Exception as error:

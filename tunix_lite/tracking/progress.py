@@ -58,12 +58,11 @@ class StandardError:
 
 
 class Progress:
-    """Shows `doing(seconds)` while the work inside of it goes on, and `done(seconds)` at its end.
-
-    A thread shows it, so that it goes on while a program compiles. Work that is over within
-    `patience` seconds says nothing, and so does the end of work that fails.
-    Example: `with Progress(StandardError(), lambda s: f"read {n} of 9", lambda s: f"read in {s}"):`
-    """
+    """Shows `doing(seconds)`, by a thread, while the work inside of it goes on, and `done(seconds)`
+    at its end. Work that is over within `patience` seconds says nothing, and so does one that
+    fails.
+    Example: `with Progress(StandardError(), lambda s: f"read {n} of 9", lambda s: f"read in
+    {s}"):`"""
 
     def __init__(
         self,

@@ -19,9 +19,8 @@ from tunix_lite.types import Metrics
 
 
 class RunDir:
-    """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files.
-
-    Each process writes a log of its own. All other files are written by process 0 alone.
+    """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files. All
+    but the logs are written by process 0 alone.
     Example: `RunDir(Path("outputs/latest")).metrics` is outputs/latest/metrics.jsonl."""
 
     # the file with the settings of the model, which generate, chat and export read
@@ -316,10 +315,8 @@ def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
 
 
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
-    """Reads a status.json: (eval, seconds, began_from, what is wrong with it).
-
-    began_from is the step that the run began from; None: not known. A run does not depend on the
-    file: what cannot be read becomes {}, 0.0 or None."""
+    """Reads a status.json: (eval, seconds, began_from, what is wrong with it). What cannot be read
+    becomes {}, 0.0 or None; began_from is the step that the run began from, None if not known."""
     status = {}
     problem = ""
     # A full disk may have left half a file.

@@ -107,10 +107,8 @@ class _Job(NamedTuple):
 
 class Pool:
     """Calls functions on completions, in `settings.workers` processes or, if that is 0, here.
-
-    functions, by the name that messages give them: (completion, example) -> anything that JSON can
-    hold; those of a group get a list of completions. group: of the settings, as messages name
-    it."""
+    functions, by the name in messages: (completion, example) -> a value for JSON; those of a group
+    get a list of completions. group: of the settings, as messages name it."""
 
     def __init__(
         self, functions: dict[str, Callable], settings: RewardsConfig, group: str = "rewards"
