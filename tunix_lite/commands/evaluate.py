@@ -185,10 +185,9 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
 def evaluate_model(
     model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
 ) -> dict[str, Estimate]:
-    """Evaluates a loaded model on the task of `run`: each score with its interval.
-
-    asked: how many examples and samples, and the level of the intervals; None: all held-out
-    examples, greedy. `against` is the command's. Nothing is written. Raises ConfigError.
+    """Evaluates a loaded model on the task of `run`: each score with its interval. asked: how many
+    examples and samples, and the level of the intervals; None: all held-out examples, greedy.
+    `against` is the command's. Nothing is written. Raises ConfigError.
     Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`."""
     asked = asked or EvaluateTaskConfig()
     if asked.against is not None:

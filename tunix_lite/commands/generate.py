@@ -55,9 +55,8 @@ def main() -> None:
 
 
 def generate(run: RunConfig, settings: GenerateConfig) -> None:
-    """Reads the prompts, loads the model, and prints or writes the completions.
-
-    Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded."""
+    """Reads the prompts, loads the model, and prints or writes the completions. Raises ConfigError
+    for prompts or an `out` that cannot be used, before the model is loaded."""
     if settings.prompt is None and settings.prompts is None:
         _talk(run, settings)
         return
@@ -124,7 +123,6 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
 
 def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     """A conversation: reads lines from standard input, and prints the model's answer to each.
-
     Raises ConfigError if the model has no chat template."""
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
@@ -193,9 +191,8 @@ def _lines(completions: list[Completion], prompts: list[Prompt]) -> str:
 
 
 def escape_for_terminal(text: str) -> str:
-    """Escapes control characters in a model's text if standard output is a terminal.
-
-    Files and pipes get the text as it is."""
+    """Escapes control characters in a model's text if standard output is a terminal. Files and
+    pipes get the text as it is."""
     return visible(text) if sys.stdout.isatty() else text
 
 

@@ -64,7 +64,6 @@ def main(
 ) -> None:
     """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)` of
     the same run, or of all runs of a sweep. Errors end the process with a message and an exit code.
-
     The folder that `check` gets is the one that Hydra will make, as far as it is known."""
     keep_freed_memory()
     open_closed_streams()

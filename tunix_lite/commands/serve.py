@@ -81,9 +81,8 @@ def main() -> None:
 
 
 def serve_model(run: RunConfig, settings: ServeConfig) -> None:
-    """Loads the model and answers requests until a signal ends it.
-
-    Raises ConfigError where the settings cannot be right, or the port is taken."""
+    """Loads the model and answers requests until a signal ends it. Raises ConfigError where the
+    settings cannot be right, or the port is taken."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("serve needs aiohttp: pip install -e '.[serve]'")
     # The key is in the environment; on the command line everybody on the machine would see it.

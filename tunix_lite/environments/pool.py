@@ -147,9 +147,8 @@ class EnvironmentPool:
 
 @dataclass
 class _Call:
-    """A call of an environment, on its way, and the calls before it where the process is new.
-
-    Place 0 is the reset, place n the n-th of `completions`; the last place is the call itself."""
+    """A call of an environment, on its way, and the calls before it where the process is new. Place
+    0 is the reset, place n the n-th of `completions`; the last place is the call itself."""
 
     settings: ConversationConfig
     conversation: _Conversation

@@ -66,7 +66,6 @@ def expression_in(completion: str) -> list[ToolCall]:
 
 def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     """The calls of a text that holds JSON: an object, a list of them, or several with ; between.
-
     is_call: whether what cannot be read is a call with a mistake; else it is no call."""
 
     def mistake(problem: str) -> list[ToolCall]:

@@ -75,7 +75,6 @@ class Kernel:
 
 def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
     """Everything that one call of the program starts on a device, in the order of the text.
-
     mesh_shape: size by axis; None: of one device."""
     program, entry = parse(text)
     # XLA for TPU writes tilings, :T(8,128); there scalars are computed beside the kernels.

@@ -41,10 +41,9 @@ class _RowWork:
 def with_packing(
     run: RunConfig, resolve: Callable[[RunConfig], ResolvedRun], lengths: Lengths | None = None
 ) -> ResolvedRun:
-    """The resolved run; where packing is auto, with the packing that computes least.
-
-    resolve: resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume
-    them, so that a run that resumes chooses the same. Raises ConfigError as resolve does."""
+    """The resolved run; where packing is auto, with the packing that computes least. resolve:
+    resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume them, so
+    that a run that resumes chooses the same. Raises ConfigError as resolve does."""
     training = run.training
     if training.packing != AUTO:
         return resolve(run)

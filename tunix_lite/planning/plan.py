@@ -304,10 +304,9 @@ def meshes(num_devices: int) -> list[dict[str, int]]:
 def largest_micro_batch(
     candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int
 ) -> int:
-    """The first of the candidates, which descend, whose peak fits into limit_bytes.
-
-    compile_one(n) -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError,
-    with the numbers, if none fits."""
+    """The first of the candidates, which descend, whose peak fits into limit_bytes. compile_one(n)
+    -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError, with the
+    numbers, if none fits."""
     tried = []
     for size in candidates:
         try:

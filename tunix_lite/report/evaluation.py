@@ -26,10 +26,8 @@ def task_result(
     scores: dict[str, dict[str, np.ndarray]], level: float, seed: int
 ) -> _TaskResult:
     """The means and intervals of per-example scores [E] of one model, or of two and their
-    comparison.
-
-    scores: by the name of a model, "model" first, and of a score. An example whose score is nan,
-    because a reward failed, does not count."""
+    comparison. scores: by the name of a model, "model" first, and of a score. An example whose
+    score is nan, because a reward failed, does not count."""
     estimates = {
         model: {
             name: estimate(values[~np.isnan(values)], level, seed=seed)

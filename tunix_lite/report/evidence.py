@@ -29,10 +29,9 @@ MOST_NUMBER = 1e18
 
 class Series:
     """One metric over the steps at which it stands; numbers that are not finite are left out.
-
     Without any step it is false, and its numbers are nan, which no bound holds for.
-    Example: `evidence.series("reward/mean").early` is its mean over the first third of the steps.
-    """
+    Example: `evidence.series("reward/mean").early` is its mean over the first third of the
+    steps."""
 
     def __init__(self, name: str, steps: np.ndarray, values: np.ndarray):
         self.name = name

@@ -86,9 +86,8 @@ def _has_one_reward(run: Evidence) -> bool:
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
-    """Whether many completions that were cut hold the right answer all the same.
-
-    The first steps count: later a run whose completions are cut has learned to answer shortly."""
+    """Whether many completions that were cut hold the right answer all the same. The first steps
+    count: later a run whose completions are cut has learned to answer shortly."""
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
@@ -122,11 +121,9 @@ def _updates_skipped(run: Evidence) -> _Shown:
 
 
 def relative_step(run: Evidence) -> Series:
-    """Root mean square of an update's elements over that of weights, by step.
-
-    Of adapters it is what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn
-    uniformly within that and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank /
-    3) u times it."""
+    """Root mean square of an update's elements over that of weights, by step. Of adapters it is
+    what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn uniformly within that and
+    `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times it."""
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
     alpha = run.number("model.lora.alpha", 0.0)

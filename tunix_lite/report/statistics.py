@@ -48,10 +48,9 @@ def powers_up_to(num_samples: int) -> list[int]:
 
 
 def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
-    """[E] float64: the chance that at least one of k samples is right, without bias.
-
-    With c of N samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples
-    that hold a right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N."""
+    """[E] float64: the chance that at least one of k samples is right, without bias. With c of N
+    samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples that hold a
+    right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N."""
     correct_EN = np.asarray(correct_EN)
     num_samples = correct_EN.shape[1]
     if not 1 <= k <= num_samples:
@@ -67,10 +66,9 @@ def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
 
 
 def maj_at_k(answers: Sequence[Sequence[str | None]], correct_EK: np.ndarray) -> np.ndarray:
-    """[E] float64: whether the most frequent answer of the k samples is right.
-
-    answers: of each example the answers of its samples; None: there is none, and it does not vote.
-    Of answers that are equally frequent each counts its share; where nobody votes it is 0."""
+    """[E] float64: whether the most frequent answer of the k samples is right. answers: of each
+    example the answers of its samples; None: there is none, and it does not vote. Of answers that
+    are equally frequent each counts its share; where nobody votes it is 0."""
     shares = []
     for row, right in zip(answers, np.asarray(correct_EK)):
         votes = Counter(answer for answer in row if answer is not None)

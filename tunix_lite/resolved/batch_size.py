@@ -26,9 +26,8 @@ MORE_PROMPTS_SHARE = 1 / 32
 @dataclass(frozen=True)
 class BatchPlan:
     """The numbers that make up the sequences of one update; their identity holds.
-    Example: `plan_batch(run, fsdp=4).sequences`.
-    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
-    are 0."""
+    Example: `plan_batch(run, fsdp=4).sequences`. Where sequences are packed, micro-batches have
+    tokens, not sequences, and the last two numbers are 0."""
 
     prompts: int
     num_generations: int
@@ -56,10 +55,8 @@ class BatchPlan:
 
 def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     """Derives the numbers that are not given: prompts x generations = micro_batch_size x fsdp x
-    accumulation.
-
-    packing=auto counts as none here: packing_choice.with_packing asks for each packing by name.
-    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it."""
+    accumulation. packing=auto counts as none here: packing_choice.with_packing asks for each
+    packing by name. Raises ConfigError, with the arithmetic, if no whole numbers satisfy it."""
     settings = run.training
     G = run.algorithm.num_generations
     prompts = settings.prompts_per_step

@@ -273,9 +273,8 @@ class ResolvedRun:
         is_gathered: bool = False,
         rules: dict[str, str | None] | None = None,
     ) -> int:
-        """Elements of an array on one device, whose dims carry these logical axes.
-
-        is_gathered: whole over fsdp. rules: None means those of training."""
+        """Elements of an array on one device, whose dims carry these logical axes. is_gathered:
+        whole over fsdp. rules: None means those of training."""
         mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
         rules = self.train_rules if rules is None else rules
         return elements_on_device(shape, axes, mesh_shape, rules)
@@ -301,10 +300,9 @@ class ResolvedRun:
         keep_norms: bool = False,
         is_gathered: bool = False,
     ) -> int:
-        """Bytes of a table on one device: elements / shards x bytes of an element.
-
-        dtype: instead of the declared one; keep_norms: except for the scales of norms, which are
-        float32. is_gathered: whole over fsdp."""
+        """Bytes of a table on one device: elements / shards x bytes of an element. dtype: instead
+        of the declared one; keep_norms: except for the scales of norms, which are float32.
+        is_gathered: whole over fsdp."""
         total = 0
         for w in jax.tree.leaves(table, is_leaf=weights.is_weight):
             storage = w.dtype if dtype is None else dtype
@@ -453,9 +451,8 @@ def with_defaults(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
 ) -> tuple[RunConfig, dict[str, str]]:
     """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
-    why, as the fields of a ResolvedRun.
-
-    Raises ConfigError where another setting does not go with the precision."""
+    why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
+    the precision."""
     num_params = weights.num_params(decoder.weights(cfg))
     trains = what_trains(lora is not None, num_params)
     learned = learns_from(run.algorithm.needs)
@@ -520,9 +517,8 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
 def _choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
-    """The implementation of attention that training uses, and why. Raises ValueError.
-
-    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there."""
+    """The implementation of attention that training uses, and why. Raises ValueError. Where the
+    devices are not attached, cuDNN that is asked for by name is assumed to work there."""
     choice = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"

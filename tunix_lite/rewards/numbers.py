@@ -40,11 +40,9 @@ NUMBER = re.compile(
 )
 # Units of one letter, and short ones that stand right behind a number; other letters are variables.
 _UNIT_LETTERS = frozenset("mgshlLWVANJKCF\u2126\u03a9")
-_SHORT_UNITS = frozenset(
-    "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()  # noqa: SIM905
-)
-    "km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th".split()
-)
+_SHORT_UNITS = """
+    km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th
+""".split()  # noqa: SIM905
 _FUNCTIONS = (
     r"pi|tau|sin|cos|tan|cot|sec(?=\s*[(\w])|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|sqrt|"
     r"cbrt|lim|inf|infinity|infty|mod|modulo|choose|factorial|squared|cubed|plus|minus|or|multiplied|"
@@ -110,9 +108,8 @@ _AFTER = re.compile(r"\s*\^|[:/.,]\d")
 
 
 def number_of(text: str, percent: str = "unit") -> Fraction | None:
-    """The number that the whole text is, or None. A unit behind it is passed over.
-
-    percent: "unit" passes over the sign, 50% is 50; "fraction": 50% is 1/2.
+    """The number that the whole text is, or None. A unit behind it is passed over. percent: "unit"
+    passes over the sign, 50% is 50; "fraction": 50% is 1/2.
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None."""
     text = undecorated(text)
     # the right side of an equation; `x >= 3` is none

@@ -15,11 +15,9 @@ MOST = 10_000
 
 
 def _units_of(text: str, split: str = "rouge") -> list[str]:
-    """A text as the words that are compared.
-
-    rouge: as rouge_score has it without stemming: runs of a-z and 0-9 of the text in lower case;
-    other letters are no part of any. words: runs of letters and digits of any writing, without
-    case."""
+    """A text as the words that are compared. rouge: as rouge_score has it without stemming: runs of
+    a-z and 0-9 of the text in lower case; other letters are no part of any. words: runs of letters
+    and digits of any writing, without case."""
     if split == "rouge":
         return re.findall(r"[a-z0-9]+", text.lower())
     return re.findall(r"\w+", text.casefold())
@@ -47,10 +45,9 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class RougeL:
-    """ROUGE-L of the completion and the example's reference, as F1, from 0 to 1.
-
-    With c the length of their longest common subsequence, it is 2 c / (units of the completion +
-    units of the reference). Of several references the best.
+    """ROUGE-L of the completion and the example's reference, as F1, from 0 to 1. With c the length
+    of their longest common subsequence, it is 2 c / (units of the completion + units of the
+    reference). Of several references the best.
     Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3."""
 
     # Field of the example: a text, or a list of them.
@@ -88,7 +85,6 @@ def _rouge_n(text: str, reference: str, n: int = 1) -> float:
 
 def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
-
     They are the numbers of `rouge_score` with use_stemmer=False."""
     pairs = list(zip(texts, references))
     return {

@@ -39,9 +39,8 @@ _TEMPERATURE = 0.7
 
 def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
-    the model's files or on the devices is chosen later, by resolved/run.py.
-
-    _root_: all settings, as OmegaConf gives them.
+    the model's files or on the devices is chosen later, by resolved/run.py. _root_: all settings,
+    as OmegaConf gives them.
     Example: with task=gsm8k, `auto("max_new_tokens")` is 512."""
     if name == "temperature":
         has_prompt = _root_.get("prompt") is not None or _root_.get("prompts") is not None
@@ -167,7 +166,6 @@ def explain(
     config_name: str = "config",
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
-
     The other arguments are those of `compose_values`. Call it inside `_options_in`."""
     # An override that Hydra's grammar refuses.
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
@@ -309,9 +307,8 @@ def runs_of_sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def hydra_job(job: Callable[[dict, Path], object]) -> None:
-    """Lets Hydra read the command line, and calls job(plain values, folder) for each run of it.
-
-    A sweeper that looks for the best settings, as optuna does, compares what the job returns."""
+    """Lets Hydra read the command line, and calls job(plain values, folder) for each run of it. A
+    sweeper that looks for the best settings, as optuna does, compares what the job returns."""
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(settings: DictConfig) -> object:
@@ -332,7 +329,6 @@ def lacks_a_reference(error: ConfigError) -> bool:
 
 def sweep_folder() -> Path | None:
     """The folder of the sweep that the current run belongs to; None if it is no run of a sweep.
-
     Call it while Hydra runs a job."""
     settings = HydraConfig.get()
     return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None

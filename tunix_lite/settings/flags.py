@@ -39,7 +39,6 @@ def _parted(
     argv: list[str], ours: dict[str, int]
 ) -> tuple[list[str], list[tuple[str, str]], list[str]]:
     """Our flags with the words that follow them, each other flag with its value, and the others.
-
     ours: our flags, and how many words follow each."""
     mine: list[str] = []
     foreign: list[tuple[str, str]] = []
@@ -65,9 +64,8 @@ def _parted(
 
 
 def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) -> None:
-    """Raises ConfigError if there are flags that are not ours, with what to write for each.
-
-    known: the names of all settings. ours: our flags, and how many words follow each."""
+    """Raises ConfigError if there are flags that are not ours, with what to write for each. known:
+    the names of all settings. ours: our flags, and how many words follow each."""
     _, flags, _ = _parted(argv, ours)
     if not flags:
         return

@@ -103,9 +103,8 @@ def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
 
 
 def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]) -> Metrics:
-    """Returns the metrics of rewards over the completions that count, and of groups.
-
-    kinds_BN: as in dropped_of, in the order of graded.each. groups: the rows of each."""
+    """Returns the metrics of rewards over the completions that count, and of groups. kinds_BN: as
+    in dropped_of, in the order of graded.each. groups: the rows of each."""
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
     metrics = {

@@ -25,9 +25,8 @@ def shared_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run. By default there is one, which shares nothing.
-
-    Of n processes, process i makes the calls i, i + n, i + 2n ... of rewards; all get all grades.
+    """The processes of a run. By default there is one, which shares nothing. Of n processes,
+    process i makes the calls i, i + n, i + 2n ... of rewards; all get all grades.
     Example: Processes(index=1, count=2) makes the calls 1, 3, 5 ..."""
 
     index: int = 0

@@ -216,7 +216,6 @@ class _TooLong(ValueError):
 @dataclass(frozen=True)
 class Task:
     """Data, prompts and rewards with a tokenizer: an algorithms.algorithm.TaskInterface.
-
     `max_prompt_length` and `max_new_tokens`: the most tokens of a prompt and of a completion.
     Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]]."""
 

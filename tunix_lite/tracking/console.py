@@ -191,9 +191,8 @@ def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]
 def step_line(
     step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
 ) -> str:
-    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
-
-    The numbers of a user's observers come first, so that a narrow terminal shows them."""
+    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
+    of a user's observers come first, so that a narrow terminal shows them."""
     parts = _head_of(step, max_steps, seconds_left)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:

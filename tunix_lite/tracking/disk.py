@@ -61,9 +61,8 @@ def disk_errors_explained(
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:
-    """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`.
-
-    None if the error and its causes have nothing to do with the disk of the run in `folder`."""
+    """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`. None if
+    the error and its causes have nothing to do with the disk of the run in `folder`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and not isinstance(cause, DiskError):

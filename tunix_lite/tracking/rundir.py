@@ -238,7 +238,6 @@ class Status:
 
     def start(self, step: int, begins: bool = False) -> None:
         """Writes that the run starts, or resumes, at `step`; accuracies after it are dropped.
-
         begins: its checkpoint is from another run's folder, so this run begins here."""
         self.steps = step
         self.started = True
@@ -275,9 +274,8 @@ class Status:
         self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
 
     def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
-        """The lines that end the output of a run, each with its style for the console.
-
-        resume_hint: the setting with which the same command resumes, `hydra.run.dir=FOLDER`."""
+        """The lines that end the output of a run, each with its style for the console. resume_hint:
+        the setting with which the same command resumes, `hydra.run.dir=FOLDER`."""
         lines = []
         if self.eval:
             first = self.eval["first"]

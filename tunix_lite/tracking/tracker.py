@@ -30,9 +30,8 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """Writes metrics.jsonl, one JSON object a step.
-
-    Without its time/, perf/ and memory/ keys it is the same, byte for byte, for one seed."""
+    """Writes metrics.jsonl, one JSON object a step. Without its time/, perf/ and memory/ keys it is
+    the same, byte for byte, for one seed."""
 
     def __init__(self, file: Path, resume_at: int | None = None):
         """resume_at: the step that the run resumes from; later steps are cut off. None: begin a new

@@ -74,10 +74,9 @@ RUNNER = __file__
 
 
 def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dict:
-    """Runs code, and returns its outcome (see `run`). Raises RuntimeError if it cannot.
-
-    test: run after the code; None: the code is a program, which reads `text` from stdin. limits:
-    seconds, memory_mib, output_bytes, and disk_mib and processes, which have defaults."""
+    """Runs code, and returns its outcome (see `run`). Raises RuntimeError if it cannot. test: run
+    after the code; None: the code is a program, which reads `text` from stdin. limits: seconds,
+    memory_mib, output_bytes, and disk_mib and processes, which have defaults."""
     job = {"code": code, "test": test, "input": text, "disk_mib": 16, "processes": 8} | limits
     process = subprocess.Popen(
         [sys.executable, "-I", RUNNER],
