@@ -67,9 +67,6 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     return f"{key}: there is no such setting; known here: {', '.join(names)}"
 
 
-# ---- the table
-
-
 @dataclass(frozen=True)
 class Word:
     """A row of conf/words.yaml, which describes its fields."""
@@ -193,9 +190,6 @@ def _text(value: object) -> str:
     return text.lower() if text.lower() in ("true", "false") else text
 
 
-# ---- options of a group
-
-
 def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
     """The options of a group, in conf/ and in these folders."""
     places = [conf_dir(), *folders]
@@ -230,9 +224,6 @@ def _plain(name: str) -> str:
     name = re.sub(r"[-_ ](it|instruct|chat)$", "", name.strip().lower())
     name = re.sub(r"(?<=[a-z])[-_ ](?=\d)", "", name)
     return re.sub(r"[- ]", "_", name)
-
-
-# ---- spelling
 
 
 def nearest_settings(key: str, known: Iterable[str]) -> list[str]:

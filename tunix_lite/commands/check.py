@@ -214,9 +214,6 @@ def _shared_folder() -> str:
     return f"all processes see {_FOLDER}/"
 
 
-# ---- what devices do
-
-
 def _row_of(devices: list[jax.Device]) -> jax.sharding.Mesh:
     """A mesh of these devices with one axis, `all`."""
     return jax.make_mesh(

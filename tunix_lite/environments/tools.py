@@ -134,9 +134,6 @@ class ToolEnvironment:
         return text, not problem
 
 
-# ---- schemas
-
-
 def schema_of(tool: Callable[..., object]) -> dict:
     """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
     description, parameters}}. Its name is its attribute `name`, that of the function, or of the

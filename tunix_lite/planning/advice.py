@@ -151,9 +151,6 @@ def _applied(start: _Trial, steps: list[int]) -> _Trial:
     return start
 
 
-# ---- the changes
-
-
 def _changed_to(
     section: str,
     where: Callable[[_Trial], bool] = lambda trial: True,

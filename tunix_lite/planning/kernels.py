@@ -107,9 +107,6 @@ def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
     return total
 
 
-# ---- the walk
-
-
 @dataclass(frozen=True)
 class _Walk:
     """Of one program. Example: _Walk(program, False).of_computation("main", 1, 1)."""
@@ -183,8 +180,6 @@ class _Walk:
             inner = self.inner(i)
             total += self.flops(inner) if inner else _flops(i, computation)
         return total
-
-    # ---- bytes
 
     def read_bytes(
         self, i: Instruction, computation: Computation, inner: Computation | None
@@ -291,9 +286,6 @@ def bytes_of(type_: str) -> int:
 
 def _elements(type_: str) -> int:
     return sum(array_bytes("8", dims) for _, _, dims in ARRAY.findall(type_))
-
-
-# ---- FLOPs
 
 
 def _flops(i: Instruction, computation: Computation) -> float:

@@ -216,9 +216,6 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     }
 
 
-# ---- making plans
-
-
 def with_choices(
     run: RunConfig,
     machine: Machine,

@@ -140,9 +140,6 @@ def _needed(message: str) -> tuple[int | None, str]:
     return int(float(number) * UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
 
 
-# ---- the programs
-
-
 # (): a lowered program
 Lower = Callable[[], jax.stages.Lowered]
 

@@ -29,9 +29,6 @@ class Plans:
     change: str | None = None
 
 
-# ---- one screen
-
-
 def short_form(plan: Plan | Plans) -> list[str]:
     """The plan as lines of plain text; its tables are at most 100 columns wide."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
@@ -148,9 +145,6 @@ def _sizes(sizes: dict) -> str:
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-# ---- the file
 
 
 def write(plan: Plan | Plans, folder: str | Path) -> None:

@@ -142,9 +142,6 @@ def curve_lines(series: Series, name: str, color: int) -> list[Line]:
     ]
 
 
-# ---- numbers
-
-
 def _thinned(line: Line) -> list[tuple[float, float]]:
     """Few enough points of a line: the first, the last, and of every stretch between them the
     smallest and the largest, so that no peak is lost."""
@@ -180,9 +177,6 @@ def number_text(value: float, is_share: bool = False) -> str:
     if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-# ---- drawings
 
 
 def line_chart(chart: Chart) -> str:

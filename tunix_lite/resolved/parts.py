@@ -26,8 +26,6 @@ from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.types import Params, RowBatch, TrainState
 
-# ---- shapes, placed on the current mesh
-
 
 @dataclass(frozen=True)
 class Shapes:
@@ -115,9 +113,6 @@ def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
     longest = sum(resolved.lengths)
     return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
-
-
-# ---- the policy and the update of a run, in a plan and when it trains
 
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:

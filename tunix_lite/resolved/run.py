@@ -560,9 +560,6 @@ def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
         )
 
 
-# ---- micro_batch_size=auto
-
-
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
     """The values of micro_batch_size that this batch allows, the largest first."""
     per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp

@@ -279,9 +279,6 @@ def _last_letter(text: str, letters: str) -> str | None:
     return None
 
 
-# ---- small print
-
-
 def _of_example(example: dict, field: str) -> str:
     return f"{field}={field_of(example, field)!r:.200} of an example"
 

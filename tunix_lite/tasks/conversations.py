@@ -202,9 +202,6 @@ def prompt_of(
     return prompt
 
 
-# ---- what conversations are worth, and what is logged of them
-
-
 def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:
     """Returns the rewards that the environment gave the turns of each row. A row that failed gets
     none; one that reached a limit gets limit_reward in all, with on_limit=penalise."""

@@ -89,9 +89,6 @@ def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
     return reasons
 
 
-# ---- metrics
-
-
 def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
     """Counts the calls of functions that failed, and those that noted something."""
     kinds = Counter(kind for one in calls for kind, _ in one.values())

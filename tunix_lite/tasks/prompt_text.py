@@ -276,8 +276,6 @@ class PromptText:
             return f"{self.tokenizer.folder}, a model without a chat template,"
         return f"the chat template of {self.tokenizer.folder}"
 
-    # ---- special tokens in data
-
     def check(self, example: dict, names: Sequence[str] = ()) -> None:
         """Raises ValueError for keys and tools, of the prompt or of what is learned from these
         fields, that the chat template does not read."""

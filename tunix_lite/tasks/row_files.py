@@ -126,9 +126,6 @@ def rows_of(
 _rows_with = lru_cache(maxsize=FILES_KEPT)(lambda content, *settings: Rows(*settings))
 
 
-# ---- JSON lines
-
-
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that are not blank, with their numbers; ValueError for one that is
     not UTF-8."""
@@ -187,9 +184,6 @@ def _json_row(line: bytes) -> dict:
             '{"question": "1 + 2", "answer": "3"}'
         )
     return row
-
-
-# ---- Parquet
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:

@@ -144,9 +144,6 @@ def spread(count: int, limit: int) -> Sequence[int]:
     return [i * (count - 1) // (limit - 1) for i in range(limit)]
 
 
-# ---- digests: is it the same data
-
-
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
     """A digest of each of these splits, the same in every process: of all examples if they are a
     list, else of SAMPLED of them."""
@@ -188,9 +185,6 @@ def _as_json(value: object) -> Any:
 
 def _without_addresses(value: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
-
-
-# ---- sources
 
 
 class FileSource:

@@ -93,8 +93,6 @@ class Console:
         self._of_evaluation = 0.0
         self._headline = _head_of(0, max_steps, None)
 
-    # ---- the start
-
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Prints what the run is. rows: (name, text) of each line."""
         for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
@@ -127,8 +125,6 @@ class Console:
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from."""
         self._headline = _head_of(step, self._max_steps, None)
-
-    # ---- every step
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
@@ -168,8 +164,6 @@ class Console:
         """Clears the line that is rewritten, and closes the log."""
         self._screen.rewrite("")
         self._log.close()
-
-    # ---- the screen and the log
 
     def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
         if not self._is_quiet or is_loud:

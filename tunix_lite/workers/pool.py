@@ -204,8 +204,6 @@ class Pool:
                 )
         return by_name
 
-    # ---- a thread and its worker
-
     def _serve(self, place: int) -> None:
         # starts the worker before the first job; if it cannot start, the first jobs report it
         with suppress(Exception):
