@@ -93,7 +93,8 @@ def compiled(
     mesh_shape: dict[str, int],
     code_on_device: bool = False,
 ) -> Compiled:
-    """Reads memory and collectives of a compiled program. Raises DoesNotFit."""
+    """Reads memory and collectives of a compiled program. code_on_device: whether its code takes of
+    the same memory, as on TPUs. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
         done = compile_it()
@@ -101,17 +102,7 @@ def compiled(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise DoesNotFit(name, *_needed(str(error))) from error
-    return of_executable(name, done, mesh_shape, time.perf_counter() - began, code_on_device)
-
-
-def of_executable(
-    name: str,
-    done: jax.stages.Compiled,
-    mesh_shape: dict[str, int],
-    seconds: float = 0.0,
-    code_on_device: bool = False,
-) -> Compiled:
-    """As `compiled`. code_on_device: whether its code takes of the same memory, as on TPUs."""
+    seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
     is_divided = math.prod(mesh_shape.values()) > 1

@@ -34,7 +34,7 @@ NUMBER = re.compile(
       | 10\s*\^\s*\{{?\s*(?P<ten>[-+]?\d+)\s*\}}?
       | (?P<decimal>{_DECIMAL})(?P<power>{_POWER})?
     )
-    (?P<percent>\s*%|\s*percent\b)?
+    (?:\s*%|\s*percent\b)?
     """,
     re.VERBOSE,
 )
@@ -107,9 +107,9 @@ _BEFORE = re.compile(r"(?:[\w^]|\^\{|\d[:/.,])\Z")
 _AFTER = re.compile(r"\s*\^|[:/.,]\d")
 
 
-def number_of(text: str, percent: str = "unit") -> Fraction | None:
-    """The number that the whole text is, or None. A unit behind it is passed over. percent: "unit"
-    passes over the sign, 50% is 50; "fraction": 50% is 1/2.
+def number_of(text: str) -> Fraction | None:
+    """The number that the whole text is, or None. A unit or a percent sign behind it
+    is passed over.
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None."""
     text = undecorated(text)
     # the right side of an equation; `x >= 3` is none
@@ -130,14 +130,14 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
         or _larger_at(_without_scale(text[match.end() :])) is not None
     ):
         return None
-    return _value(match, text, percent)
+    return _value(match, text)
 
 
-def number_in(text: str, percent: str = "unit") -> Fraction | None:
+def number_in(text: str) -> Fraction | None:
     """The number that a text gives as its answer, with words around it; None if the number is only
     a part of what is given: of a pair, a range, a product, a root.
     Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None."""
-    if (whole := number_of(text, percent)) is not None:
+    if (whole := number_of(text)) is not None:
         return whole
     text = undecorated(text)
     match = NUMBER.search(text)
@@ -152,10 +152,10 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
-    return _value(match, text, percent)
+    return _value(match, text)
 
 
-def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
+def last_number(text: str) -> tuple[str, Fraction] | None:
     """The last number in running text, as it is written and as a value; None if there is none."""
     text = undecorated(text)
     matches = []
@@ -168,7 +168,7 @@ def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None
         if not (_BEFORE.search(before) or _AFTER.match(text, match.end())):
             matches.append(match)
     for match in reversed(matches):
-        if (value := _value(match, text, percent)) is not None:
+        if (value := _value(match, text)) is not None:
             return match.group().strip(), value
     return None
 
@@ -274,7 +274,7 @@ def _without_binary_sign(match: re.Match, text: str) -> re.Match:
     return NUMBER.match(text, match.start() + len(sign)) or match
 
 
-def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
+def _value(match: re.Match, text: str) -> Fraction | None:
     """The number that was matched; None for one of too many digits, or over nothing."""
     if sum(c.isdigit() for c in match.group()) > MOST_DIGITS:
         return None
@@ -285,12 +285,10 @@ def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
     if value is None:
         return None
 
-    # sign, per cent and words such as million
+    # sign, and words such as million
     signs = f"{match['sign'] or ''}{match['second'] or ''}"
     if signs.count("-") == 1:
         value = -value
-    if match["percent"] and percent == "fraction":
-        value /= 100
     if scale := _SCALE.match(text, match.end()):
         for word in scale[0].lower().split():
             value *= SCALES[word.removesuffix("s")]

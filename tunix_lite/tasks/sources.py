@@ -167,24 +167,21 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
 
 def digest(value: object) -> str:
     """Hashes the values that examples are made of; the same in every process."""
+
+    def as_json(other: object) -> Any:
+        if isinstance(other, np.ndarray | np.generic):
+            return other.tolist()
+        # the order of a set differs from process to process, and so do addresses
+        if isinstance(other, set):
+            return sorted(map(digest, other))
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", str(other))
+
     try:
-        text = json.dumps(value, sort_keys=True, default=_as_json)
+        text = json.dumps(value, sort_keys=True, default=as_json)
     except TypeError:
         # keys of several types, or keys that JSON does not have
-        text = _without_addresses(value)
+        text = as_json(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _as_json(value: object) -> Any:
-    """Replaces a value that JSON does not have by one that it has."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    # the order of a set differs from process to process
-    return sorted(map(digest, value)) if isinstance(value, set) else _without_addresses(value)
-
-
-def _without_addresses(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
 class FileSource:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -102,14 +102,8 @@ class WorkerProcess:
             self._calls.send_bytes(message)
         timer.cancel()
 
-    def answer(
-        self,
-        seconds: float,
-        number: int | None = None,
-        look: Callable[[float], None] = lambda passed: None,
-    ) -> Outcome:
-        """Returns the next answer, within so many seconds; it must be about call `number`. look:
-        called with the seconds so far, a few times a second."""
+    def answer(self, seconds: float, number: int | None = None) -> Outcome:
+        """Returns the next answer, within so many seconds; it must be about call `number`."""
         began = time.monotonic()
         while not self._lines:
             is_gone = self.process.poll() is not None
@@ -124,8 +118,6 @@ class WorkerProcess:
                     self._rest = bytearray()
                     self._lines.extend(lines)
                 self._rest += rest
-            else:
-                look(time.monotonic() - began)
             if self._lines:
                 break
             if is_gone:
