@@ -18,7 +18,6 @@ from tunix_lite.planning.flops import (
     _head_params,
     _matmul_params,
     attention_flops,
-    decode_bytes,
     update_flops,
 )
 from tunix_lite.planning.hardware import HARDWARE
@@ -150,10 +149,3 @@ def test_full_training_is_six_flops_a_weight_and_token_and_adapters_leave_out_gr
     adapters = 26 * 16 * ((1152 + 4 * 256) * 2)  # rank 16 on q and o
     counted = 4 * P * 1000 + 6 * adapters * 1000 + 4 * V * 600 + 15e9
     assert update_flops(GEMMA3_1B, 1000, 600, 5e9, lora_params=adapters) == counted
-
-
-def test_a_decode_step_reads_weights_once_and_of_each_sequence_what_it_sees(cfg):
-    weights = _matmul_params(cfg) + _head_params(cfg)
-    kept = 2 * min(9, 5) + 9 + 2 * 3 + 3  # two local layers and a global one, sequences of 9 and 3 tokens
-    assert decode_bytes(cfg, [9, 3]) == 2 * weights + 2 * kept * 2 * 2 * 8
-    assert decode_bytes(cfg, [9, 3], weight_itemsize=0.5, cache_itemsize=1) == 0.5 * weights + kept * 2 * 2 * 8

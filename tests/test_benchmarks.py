@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from test_hardware import needs_compiler
 
-from tunix_lite.planning.hardware import compile_only_devices, find_target
+from tunix_lite.planning.hardware import devices_of, find_machine
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -105,7 +105,7 @@ def test_what_is_worse_is_accepted_only_with_words_of_the_log(
 
 @functools.cache
 def refusals(target: str) -> dict:
-    platform = find_target(target).hardware.platform
+    platform = find_machine(target).hardware.platform
     return {cell: accelerators.refusal(cell, platform) for cell in accelerators.cells(target)}
 
 
@@ -139,9 +139,9 @@ def test_the_committed_page_is_what_the_verdicts_say_and_its_cells_are_todays():
 
 
 def compiles(target: str, cell, tmp_path):
-    found = find_target(target)
+    found = find_machine(target)
     needs_compiler(found)
-    assert accelerators.ask(cell, compile_only_devices(found), accelerators.options_of(target, tmp_path)) is None
+    assert accelerators.ask(cell, devices_of(found), accelerators.options_of(target, tmp_path)) is None
 
 
 @pytest.mark.aot

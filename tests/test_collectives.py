@@ -237,9 +237,9 @@ def test_programs_for_absent_devices_are_read(module, name):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     from tunix_lite.parallel.mesh import make_mesh
-    from tunix_lite.planning.hardware import compile_only_devices, find_target
+    from tunix_lite.planning.hardware import devices_of, find_machine
 
-    mesh = make_mesh(((2, 2), ("fsdp", "tp")), compile_only_devices(find_target(name)))
+    mesh = make_mesh(((2, 2), ("fsdp", "tp")), devices_of(find_machine(name)))
     L, B, D, F = 6, 1024, 512, 2048
 
     def gradient(w_LDF, x_BD):

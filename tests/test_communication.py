@@ -17,7 +17,7 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import make_mesh, sharding
-from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.types import RowBatch, TrainState
 
 CFG = Architecture(4096, 8, 512, 8, 4, 128, 2048, window=128, query_scale=128)
@@ -29,10 +29,10 @@ TABLE = 2 * 4096 * 512
 
 def compiled_for(target, fsdp, tp, remat, reduce_dtype="float32", stored="bfloat16", tp_reduce_dtype="float32"):
     """The update in bfloat16, compiled for four devices that are not there: its collectives."""
-    found = find_target(target)
+    found = find_machine(target)
     if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
         pytest.skip(f"the compiler for {target} is not installed")
-    mesh = make_mesh(((fsdp, tp), ("fsdp", "tp")), compile_only_devices(found))
+    mesh = make_mesh(((fsdp, tp), ("fsdp", "tp")), devices_of(found))
     with jax.set_mesh(mesh):
         params = weights.shapes(decoder.weights(CFG), jnp.dtype(stored))
         optimizer = make_optimizer(OptimizerConfig(), 10)

@@ -38,7 +38,6 @@ from tunix_lite.planning import report
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.resolved.run import check_generation, check_model_divides
 from tunix_lite.settings import compose as composing
-from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.types import TokenScores
@@ -265,8 +264,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    can_be_made = reasoning_gym.reasoning_gym or not isinstance(run.task.source, reasoning_gym.ReasoningGym)
-    if run.model.weights in ("bundled", "random") and can_be_made:
+    if run.model.weights in ("bundled", "random"):
         task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
         # a few stand for all: making every held-out example of every command is half of this file's time
         examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)[0]]
@@ -309,7 +307,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
     if name == "plan":
-        make_plans(run, dataclasses.replace(settings, analytic=True, verify=None), overrides)
+        make_plans(run, dataclasses.replace(settings, analytic=True), overrides)
         return
     if getattr(settings, "checkpoint", None) is not None:
         assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"

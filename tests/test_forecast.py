@@ -10,19 +10,12 @@ import pytest
 from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans, recorded_lengths
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
-from tunix_lite.planning.forecast import (
-    Forecast,
-    PredictedRow,
-    decode_steps,
-    forecast,
-    measured,
-    predicted_against,
-)
-from tunix_lite.planning.hardware import find_target
+from tunix_lite.planning.forecast import decode_steps, forecast
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.programs import Compiled
@@ -38,7 +31,7 @@ SMALL = [
 
 
 # Hardware on which a kernel takes as many seconds as it reads bytes, and nothing else takes time.
-SECOND_A_BYTE = replace(find_target("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
+SECOND_A_BYTE = replace(find_machine("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -122,50 +115,20 @@ def recorded_run(folder):
 
 
 def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
-    found = lengths.recorded_lengths(recorded_run(tmp_path / "run"))
+    found = recorded_lengths(recorded_run(tmp_path / "run"))
     assert found.completions == (2, 4, 9) and found.mean_prompt == 10
     prompts, completions = found.draw(3, 50, (8, 6))
     assert prompts.tolist() == [8, 8, 8]
     assert set(completions.reshape(-1).tolist()) == {2, 4, 6}
+    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"lengths_of=.*no samples with tokens"):
-        lengths.recorded_lengths(str(tmp_path))
-
-
-def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
-    """The first steps compile and do not count."""
-    took = measured(recorded_run(tmp_path / "run"))
-    seconds = {"prefill": 0.5, "decode": 1.5, "update": 2.4}
-    found = Forecast(seconds, 100, 8, 1, 10, "by decree", "assumed")
-    rows = {row.name: row for row in predicted_against(found, took)}
-    assert rows["rollout"] == PredictedRow("rollout", 2.0, 2.0)
-    assert rows["update"].off == pytest.approx(-0.2)
-    assert rows["step"].measured == 6.0
-    assert rows["step"].off == pytest.approx(4.4 / 6 - 1)
-    assert rows["decode steps"].measured is None
-    with pytest.raises(ConfigError, match=r"verify=.*metrics\.jsonl"):
-        measured(str(tmp_path))
-    file = tmp_path / "run" / "metrics.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
-        measured(str(tmp_path / "run"))
-
-
-def test_a_run_with_other_settings_is_not_compared(tmp_path):
-    folder = tmp_path / "run"
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("- training.remat=block\n- seed=3\n- project_name=x\n")
-    words = [f"verify={folder}", "training.remat=block", "training.max_steps=9", "target=h100", "seed=1"]
-    command.check_same_overrides(str(folder), words)
-    # what the run did not have is not taken for a part of it
-    for other in ([], ["training.remat=block", "training.packing=none"], ["training.remat=none"]):
-        with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan target=h100 training\.remat=block$"):
-            command.check_same_overrides(str(folder), ["target=h100", *other])
+        command.plan(compose(SMALL), PlanConfig(lengths_of=str(tmp_path)))
 
 
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):
     """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch. On hardware where only links between
     nodes take time, a second a byte, what fsdp gathers over two nodes takes it, and what tp sums within one does not."""
-    hardware = find_target("h100").hardware
+    hardware = find_machine("h100").hardware
     case = case_of(cfg, "training.packing=none")
     kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
     programs = PROGRAMS | {"update": replace(PROGRAMS["update"], kernels=(kernel,))}
@@ -208,18 +171,6 @@ def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg
     command.plan(compose(words), settings)
     assert "predicted" not in "\n".join(capsys.readouterr().out.splitlines()[-6:])
     assert "forecast" not in json.loads((tmp_path / "plan.json").read_text())["plans"][0]
-    with pytest.raises(ValueError, match="analytic=true compiles nothing, and time is predicted"):
-        PlanConfig(analytic=True, verify="outputs/mine")
-
-
-def test_a_run_is_compared_with_what_its_programs_are_predicted_to_take(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    folder = recorded_run(tmp_path / "run")
-    monkeypatch.setattr(command.planning, "with_compiled", lambda plan, *_: replace(plan, programs=PROGRAMS))
-    lines = command.verified(compose(SMALL), PlanConfig(verify=folder))
-    assert [line.split()[0] for line in lines[1:4]] == ["rollout", "update", "step"]
-    assert lines[-2].startswith("predicted: by the kernels of the compiled programs on this machine (measured: ")
-    assert lines[-1].startswith("measured: medians of ")
 
 
 def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(tmp_path, monkeypatch, capsys):

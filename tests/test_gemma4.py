@@ -37,7 +37,6 @@ from tunix_lite.models.families import GEMMA4, GEMMA4_UNIFIED, config_json, read
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.parallel.collectives import collectives
-from tunix_lite.planning import flops
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import make_sampler
@@ -350,8 +349,6 @@ def test_readers_have_no_cache_and_a_slot_is_what_the_note_counts():
         shapes = kv_cache.cache_shapes(cfg, 1, 2000, jnp.bfloat16, False, 1)
         assert sum(layer is None for layer in shapes) == cfg.kv_readers
         assert kv_cache.tree_bytes(shapes) == fixed + 2000 * per_token
-        read = flops.decode_bytes(cfg, [2000], 0) - fixed - 2000 * per_token
-        assert (read > 0) == bool(cfg.kv_readers), "readers read what their source keeps once more"
 
 
 # ---- files

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import hardware
-from tunix_lite.planning.hardware import HARDWARE, compile_only_devices, find_target, memory_limit, of_device
+from tunix_lite.planning.hardware import HARDWARE, devices_of, find_machine, memory_limit, of_device
 
 NAMES = [  # as typed, hardware, devices
     ("h100", "h100", 1),
@@ -32,7 +32,7 @@ NAMES = [  # as typed, hardware, devices
 
 @pytest.mark.parametrize("text, name, count", NAMES)
 def test_names_say_how_many_devices_of_what(text, name, count):
-    target = find_target(text)
+    target = find_machine(text)
     assert (target.hardware.name, target.num_devices, target.name) == (name, count, text.strip())
 
 
@@ -54,11 +54,11 @@ def test_names_say_how_many_devices_of_what(text, name, count):
 )
 def test_a_name_of_nothing_is_answered_with_one_that_would_do(text, right):
     with pytest.raises(ValueError) as error:
-        find_target(text)
+        find_machine(text)
     assert right in str(error.value)
     assert repr(text) in str(error.value)
     for name in right.split(" or "):
-        assert find_target(name)
+        assert find_machine(name)
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -92,7 +92,7 @@ def test_the_limit_is_what_the_runtime_says_where_it_says_something():
 def test_without_the_compiler_the_message_says_what_to_install(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as error:
-        compile_only_devices(find_target(name))
+        devices_of(find_machine(name))
     assert f"pip install -e '.[{extra}]'" in str(error.value)
 
 
@@ -117,9 +117,9 @@ ALL = ["a100", "h100", "h100x8", "h100x16", "h200x8"] + [
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ALL)
 def test_absent_devices_are_as_many_as_the_name_says_and_say_what_they_are(name):
-    target = find_target(name)
+    target = find_machine(name)
     needs_compiler(target)
-    devices = compile_only_devices(target)
+    devices = devices_of(target)
     assert len(devices) == len(set(devices)) == target.num_devices
     assert of_device(devices[0]) is target.hardware
     hosts = len({device.process_index for device in devices})
@@ -130,9 +130,9 @@ def test_absent_devices_are_as_many_as_the_name_says_and_say_what_they_are(name)
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8"])
 def test_the_memory_of_a_tpu_is_what_its_compiler_says(name):
-    target = find_target(name)
+    target = find_machine(name)
     needs_compiler(target)
-    mesh = make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(target)[:1])
+    mesh = make_mesh(((1, 1), ("fsdp", "tp")), devices_of(target)[:1])
     jax.set_mesh(mesh)
     too_large = jax.ShapeDtypeStruct((2**40,), jnp.int8, sharding=NamedSharding(mesh, P()))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:

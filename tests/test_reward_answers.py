@@ -25,7 +25,6 @@ from tunix_lite.workers.pool import Pool, RewardsConfig
 
 SCORERS = {
     "number": NumericAnswer(),
-    "percent": NumericAnswer(percent="fraction"),
     "near": NumericAnswer(tolerance=0.01),
     "nearly": NumericAnswer(relative_tolerance=0.01),
     "text": ExactAnswer(),
@@ -90,7 +89,7 @@ def test_no_text_takes_long(text):
 
 
 def test_settings_and_examples_that_are_wrong_are_named():
-    for wrong in ({"how": "exact"}, {"percent": "both"}, {"tolerance": -1.0}):
+    for wrong in ({"how": "exact"}, {"tolerance": -1.0}):
         (name,) = wrong
         with pytest.raises(ValueError, match=f"{name}="):
             NumericAnswer(**wrong)

@@ -17,7 +17,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, rounding, source, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.parallel.mesh import make_mesh, sharding
-from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -187,8 +187,8 @@ def test_a_layer_rounds_in_the_same_places_in_every_program(name):
 @pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
 @pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
 def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(target, name):
-    found = find_target(target)
+    found = find_machine(target)
     if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
         pytest.skip(f"the compiler for {target} is not installed")
-    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(found))):
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), devices_of(found))):
         check_roundings(name)

@@ -64,29 +64,6 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     assert held_out_in_training(task) == 0
 
 
-def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
-    file = tmp_path / "rows.csv"
-    file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
-    rows = Rows(str(file), "csv")
-    assert rows == [{"question": "1 + 1, said\nhe", "answer": "2"}, {"question": "3 + 4", "answer": "7"}]
-    assert [rows[i].place[-6:] for i in (0, 1)] == ["line 2", "line 5"]
-    task = words(
-        ["task=csv", f"task.train={file}", f"task.held_out={file}", "task.prompt='{question}?'", REWARD], tokenizer
-    )
-    assert task.text.ask(rows[1]) == "3 + 4?"
-    for content, says in (
-        (b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]; .* each needs a name of its own"),
-        (b"a,b\n1,2\n1,2,3\n", "line 3: 3 values for 2 columns"),
-        (b"a,b\n1,\xff\n", "line 2: not UTF-8"),
-        (b'a,b\n1,"x"y\n', "line 2: not CSV"),
-        (b"a,b\n", "holds no examples"),
-        (b"", r"line 1: the columns are \[\]; the first line names them"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=says):
-            Rows(str(file), "csv")
-
-
 BAD = ["{oops", {"answer": "1"}, "[1]", {"question": "\ud800"}]
 
 
@@ -118,7 +95,7 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
         ([], "task: train is missing: give task.train=FILE"),
         (["task.train=a"], "task: reward is missing: give task.reward=module.function"),
         (["task.train=a", "task.reward=nowhere.near"], "task.reward._target_: cannot import 'nowhere.near'"),
-        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl, csv, parquet"),
+        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl or parquet"),
         (["task.train=a", REWARD, "task.on_error=drop"], "task: on_error='drop'; it is raise or skip"),
         (["task.train=a", REWARD, "task.learned_turns=no"], "task: learned_turns='no'; it is last or all"),
         (

@@ -1,4 +1,4 @@
-"""GSM8K, conversations, preferences and reasoning-gym as tasks, on files that the tests make."""
+"""GSM8K, conversations and preferences as tasks, on files that the tests make."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,6 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.gsm8k import flexible, strict
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.workers.pool import check_portable
 
 
 def written(file: Path, rows: list) -> Path:
@@ -392,31 +391,3 @@ def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
         _ = compose(given).task.source.train
     kept = compose([*given, "task.on_error=skip"]).task.source.train
     assert len(kept) == 1 and kept.skipped == 1 and "line 2" in kept.first_skipped
-
-
-# ---- reasoning-gym
-
-
-def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():
-    pytest.importorskip("reasoning_gym")
-    names = ["basic_arithmetic", "leg_counting", "countdown"]
-    given = ["task=reasoning_gym", f"task.source.tasks=[{','.join(names)}]", "task.source.weights=[6,3,1]"]
-    task = compose([*given, "+task.source.settings.basic_arithmetic={min_terms: 2, max_terms: 2}"]).task
-    check_portable(task.functions())
-    train = [task.source.train[i] for i in range(400)]
-    held_out = [task.source.held_out[i] for i in range(100)]
-    counts = [sum(e["task"] == name for e in train) for name in names]
-    assert abs(counts[0] - 240) < 40 and abs(counts[1] - 120) < 40 and abs(counts[2] - 40) < 25
-    assert not {e["question"] for e in train} & {e["question"] for e in held_out}
-    assert train[:3] == [task.source.train[i] for i in range(3)] and json.dumps(train)
-    for example in train[:60]:
-        assert task.correct(example["completion"], example) == 1
-        assert task.correct("<answer>no</answer>", example) == 0
-    for override, says in (
-        ("task.source.tasks=[nothing]", "reasoning-gym refuses nothing"),
-        ("task.source.weights=[1,2]", r"weights=\[1.0, 2.0\]: one above 0 for each of 1 tasks"),
-        ("+task.source.settings.leg_counting={a: 1}", "settings of leg_counting, which is not in tasks"),
-        ("+task.source.settings.basic_arithmetic={nothing: 1}", "reasoning-gym refuses basic_arithmetic with"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            compose(["task=reasoning_gym", override])

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tunix_lite.files.plain_text import visible
-from tunix_lite.report.evidence import read_sample_file
+from tunix_lite.report.evidence import read_samples
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
 
@@ -162,7 +162,7 @@ def test_what_a_run_writes_it_can_read_again(tmp_path):
     deep = eval("[" * 90 + "]" * 90)
     rows = [{"example": deep}, {"logprobs": [-0.123456789] * 90_000}]
     run_dir.write_samples(2, rows)
-    cut, tokens = read_sample_file(tmp_path, 2)
+    cut, tokens = read_samples(tmp_path, 2, "step", [])
     assert "nested deeper than 64" in json.dumps(cut) and tokens == rows[1]
 
     # What identifies a run is refused rather than shortened, before the run has begun.

@@ -4,7 +4,6 @@ is; or two models."""
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -32,7 +31,6 @@ from tunix_lite.distributed.join import (
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
-from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
@@ -54,7 +52,6 @@ from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
     """Settings of an evaluation: examples, samples, and the model to compare with.
-
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
 
@@ -109,12 +106,8 @@ def main() -> None:
 
 
 def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
-    """Evaluates the model, and the one that it is compared with; prints and writes the results.
-
-    Of several processes each samples and grades its share, and the first one prints and writes.
-    Raises ConfigError for a task or an `out` that cannot be used, on all of them, before a model is
-    loaded.
-    """
+    """Evaluates the model, and the one that it is compared with; the first process prints and
+    writes the results. Raises ConfigError, before a model is loaded, on all processes."""
     keep_programs(run.runtime.program_cache)
     options = settings.evaluate
     # One evaluation of all processes that were started as one, which is mostly this one alone.
@@ -186,19 +179,16 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
                     fresh.replace(out / file)
             except OSError as problem:
                 raise ValueError(f"{out} cannot be written: {problem.strerror}") from problem
-        _say(f"results.json, results.md and all completions are in {out}")
+        program.say(f"results.json, results.md and all completions are in {out}")
 
 
 def evaluate_model(
     model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
 ) -> dict[str, Estimate]:
-    """Evaluates a loaded model on the task of `run`: each score with its interval.
-
-    asked: how many examples and samples, and the level of the intervals; None: all held-out
-    examples, greedy. `against` is the command's. Nothing is written. Raises ConfigError.
-
-    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`.
-    """
+    """Evaluates a loaded model on the task of `run`: each score with its interval. asked: how many
+    examples and samples, and the level of the intervals; None: all held-out examples, greedy.
+    `against` is the command's. Nothing is written. Raises ConfigError.
+    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`."""
     asked = asked or EvaluateTaskConfig()
     if asked.against is not None:
         raise ConfigError("against is a setting of the command: call this once for each model")
@@ -283,7 +273,8 @@ def _score(
     name = _task_name(run.task)
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
-    _say(f"{name}, {which}: {count} greedy completions{drawn}")
+    if is_first():
+        program.say(f"{name}, {which}: {count} greedy completions{drawn}")
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
@@ -306,9 +297,3 @@ def _score(
             progress,
         )
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores
-
-
-def _say(text: str) -> None:
-    """Results go to standard output, all else to standard error, of the first process."""
-    if is_first():
-        print(visible(text), file=sys.stderr, flush=True)

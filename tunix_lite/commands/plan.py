@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,16 +11,18 @@ import jax
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
-from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
+from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import devices_of, find_machine
-from tunix_lite.planning.lengths import Lengths, recorded_lengths
+from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
-from tunix_lite.report.evidence import read_overrides
+from tunix_lite.report.evidence import read_evidence
 from tunix_lite.resolved.run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
@@ -40,19 +42,12 @@ class PlanConfig:
     analytic: bool = False
     # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
-    # Folder of a run made with the same settings: prints predicted against measured, and no plan.
-    verify: str | None = None
     # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
-        if self.analytic and self.verify is not None:
-            raise ValueError(
-                "analytic=true compiles nothing, and time is predicted from compiled programs; "
-                "leave it out"
-            )
 
 
 def main() -> None:
@@ -70,20 +65,19 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
         # unless CUDA is none of the platforms that jax may use.
         jax.config.update("jax_platforms", "cpu")
-    if settings.verify is not None:
-        print("\n".join(verified(run, settings)))
-        return
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
     if settings.lengths_of is not None:
-        lengths = recorded_lengths(settings.lengths_of)
+        with error_context(f"lengths_of={settings.lengths_of}"):
+            lengths = recorded_lengths(settings.lengths_of)
     target = f"plan-{settings.target}"
     folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
+    plans = [_with_forecast(plan, lengths) for plan in found.plans]
+    found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
     print(f"written to {folder}/plan.json")
@@ -98,12 +92,34 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         )
 
 
-def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
-    """Makes a plan for each mesh, the best first.
+def recorded_lengths(folder: str) -> Lengths:
+    """The lengths of a run by its samples and metrics. Raises ValueError where it recorded none."""
+    run = read_evidence(as_path(folder))
+    tokens = [row["tokens"] for row in run.sampled if isinstance(row.get("tokens"), list)]
+    completions = tuple(len(row) for row in tokens if row)
+    if not completions:
+        raise ValueError("there are no samples with tokens, such as samples/step_000020.jsonl")
 
-    words: the command line, which is repeated with what would fit, if no plan fits. Raises
-    ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
-    """
+    # Prompts are not kept as tokens, but how many tokens were read is.
+    file = run.folder / "plan.json"
+    plans = read_object(file).get("plans") if file.is_file() else None
+    first = plans[0] if isinstance(plans, list) and plans else None
+    prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
+    read = run.series("rollout/prefill_tokens")
+    if not read or type(prompts) is not int or prompts < 1:
+        raise ValueError(
+            "metrics.jsonl has no rollout/prefill_tokens, or plan.json no number of prompts, so "
+            "the length of the prompts is not known"
+        )
+    return Lengths(
+        completions=completions, mean_prompt=read.mean / prompts, recorded_by=folder
+    )
+
+
+def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
+    """Makes a plan for each mesh, the best first. words: the command line, to repeat with what
+    would fit. Raises ConfigError if the settings are wrong, or no mesh divides the model and the
+    batch."""
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "
@@ -148,14 +164,11 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
         devices = devices_of(machine)
-        best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
-        plans[:_COMPILED] = best
+        plans[:_COMPILED] = [
+            planning.with_compiled(plan, devices, program.say) for plan in plans[:_COMPILED]
+        ]
         plans.sort(key=lambda plan: plan.rank)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
@@ -165,11 +178,10 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         return plans
 
     def compile_again(changed: Plan) -> Plan:
-        if settings.analytic:
-            return changed
-        return planning.with_compiled(changed, devices_of(changed.machine), _say)
+        return planning.with_compiled(changed, devices_of(changed.machine), program.say)
 
-    overrides, found = advice(plans.plans[0], compile_again)
+    again = [] if settings.analytic else [compile_again]
+    overrides, found = advice(plans.plans[0], *again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"
@@ -194,60 +206,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan with a forecast, if it is compiled and may fit."""
-    if not plan.programs or plan.fits is False:
+    """The plan with a forecast, if it is compiled, may fit, and its devices are in the table."""
+    hardware = plan.machine.hardware
+    if not plan.programs or plan.fits is False or hardware is None:
         return plan
-    hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
-    return replace(plan, forecast=found)
-
-
-def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
-    """Predicted against measured, of a run with these settings on the attached devices. Raises
-    ConfigError if the run was started with others, or does not fit."""
-    took = forecast.measured(settings.verify)
-    check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = recorded_lengths(settings.verify, "verify")
-    best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
-    found = _with_forecast(best, lengths).forecast
-    if found is None:
-        raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
-    return [
-        *report.compared_lines(forecast.predicted_against(found, took)),
-        f"predicted: {found.source}; lengths {found.lengths}",
-        f"measured: medians of {settings.verify}/metrics.jsonl after the first "
-        f"{forecast.FIRST} steps",
-    ]
-
-
-# Settings that change no time of a step.
-_NO_MATTER = (
-    "project_name",
-    "hydra.",
-    "seed",
-    "resume",
-    "evaluation.",
-    "tracking.",
-    "runtime.",
-)
-_NO_MATTER += tuple(
-    f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_")
-)
-
-
-def check_same_overrides(folder: str, words: list[str]) -> None:
-    """Raises ConfigError, with the command to paste, if these words lack settings that the run was
-    started with, or have others."""
-    started = read_overrides(Path(folder).expanduser(), [])
-    if started is None:
-        return
-    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
-    missing = [one for one in started if one not in words and not one.startswith(_NO_MATTER)]
-    added = [one for one in asked if one not in started and not one.startswith(_NO_MATTER)]
-    if missing or added:
-        kept = [one for one in words if one not in added]
-        command = shlex.join(["tunix-lite", "plan", *kept, *missing])
-        raise ConfigError(
-            f"verify={folder}: the run was started with other settings: {command}"
-        )
+    made = forecast(plan.resolved, plan.programs, lengths, hardware)
+    return replace(plan, forecast=made)

@@ -99,9 +99,7 @@ def check(run: RunConfig, folder: Path) -> None:
 
 def _look_at(run: RunConfig, folder: Path) -> Parts:
     """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
-
-    Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run.
-    """
+    Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run."""
     run_dir = RunDir(folder)
     parts = find_parts(run)
     with error_context("hydra.run.dir"):

@@ -1,14 +1,11 @@
-"""Calls of tools in a completion, as the families of models write them.
+"""Calls of tools in a completion, as the families of models write them; nothing is run to read it.
 
-    Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
-    Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
-    Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
-                   or <function=add>{"a": 1}</function> around them
-    Gemma 4        <|tool_call>call:add{a:1,to:<|"|>text as it is<|"|>}<tool_call|>, once for each
-                   call; values may be lists and objects, and null is None
-
-Nothing of a completion is run to read it.
-"""
+Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
+Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
+Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
+               or <function=add>{"a": 1}</function> around them
+Gemma 4        <|tool_call>call:add{a:1,to:<|"|>text as it is<|"|>}<tool_call|>, once for each
+               call; values may be lists and objects, and null is None"""
 
 import ast
 import json
@@ -41,9 +38,7 @@ EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool. problem: why it cannot be read; "" if it can.
-
-    Example: ToolCall("add", {"a": 1, "b": 2}).
-    """
+    Example: ToolCall("add", {"a": 1, "b": 2})."""
 
     name: str
     arguments: Any = None
@@ -82,9 +77,7 @@ def expression_in(completion: str) -> list[ToolCall]:
 
 def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     """The calls of a text that holds JSON: an object, a list of them, or several with ; between.
-
-    is_call: whether what cannot be read is a call with a mistake; else it is no call.
-    """
+    is_call: whether what cannot be read is a call with a mistake; else it is no call."""
 
     def mistake(problem: str) -> list[ToolCall]:
         return [ToolCall("", problem=problem)] if is_call else []
@@ -102,27 +95,17 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return mistake(f"the call is no JSON: {error}")
     calls = []
     for value in values:
-        call = _of_object(value)
-        if call is None:
-            wrong = mistake(f"a call has a name and arguments; this is {short_repr(value)}")
-            if not wrong:
-                return []
-            calls += wrong
+        call = value if isinstance(value, dict) else {}
+        call = call["function"] if isinstance(call.get("function"), dict) else call
+        name = call.get("name")
+        keys = [key for key in ARGUMENTS if key in call]
+        if isinstance(name, str) and (keys or set(call) == {"name"}):
+            calls.append(_with_arguments(name, call[keys[0]] if keys else {}))
+        elif is_call:
+            calls += mistake(f"a call has a name and arguments; this is {short_repr(value)}")
         else:
-            calls.append(call)
+            return []
     return calls
-
-
-def _of_object(value: object) -> ToolCall | None:
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name")
-    keys = [key for key in ARGUMENTS if key in value]
-    if not isinstance(name, str) or (not keys and set(value) != {"name"}):
-        return None
-    return _with_arguments(name, value[keys[0]] if keys else {})
 
 
 def _with_arguments(name: str, arguments: object) -> ToolCall:
@@ -156,12 +139,11 @@ def _of_python(text: str) -> list[ToolCall]:
         statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
-    calls = []
-    for statement in statements:
-        value = getattr(statement, "value", None)
-        nodes = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        calls += map(_of_node, nodes)
-    return calls
+    values = [getattr(statement, "value", None) for statement in statements]
+    listed = [
+        value.elts if isinstance(value, ast.List | ast.Tuple) else [value] for value in values
+    ]
+    return [_of_node(node) for nodes in listed for node in nodes]
 
 
 def _of_node(node: ast.AST | None) -> ToolCall:
