@@ -35,7 +35,7 @@ class Counts:
         return f"{self.heard} <end_of_turn>", 0.1, self.heard % 5 == 0
 
 
-def draw(waiting: str = "park") -> dict:
+def draw() -> dict:
     """Ten conversations in four slots on [[2,2]]: tokens, turns, log-probabilities and how they ended."""
     tokenizer = Tokenizer.load(BUNDLED)
     cfg = Architecture(512, 2, 16, 4, 2, 8, 24, pattern=("local", "global"), window=9, query_scale=8)
@@ -50,7 +50,7 @@ def draw(waiting: str = "park") -> dict:
     ):
         params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
         generation = GenerationConfig(32, 120)
-        rollout = RolloutConfig(4, 3, waiting=waiting)
+        rollout = RolloutConfig(4, 3)
         converse = make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout)
         partner = opened.partner([example for example in examples for _ in range(2)])
         found = converse(params, opened.prompts(examples), jax.random.key(1), 2, partner=partner)

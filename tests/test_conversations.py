@@ -70,9 +70,9 @@ class Numbers:
                 return {row: reply for _, row, reply in ready}
 
 
-def converse(cfg, params, partner, num_prompts=4, waiting="hold", temperature=1.0, on_chunk=None, **settings):
-    generation = GenerationConfig(PROMPT, NEW, repetition_penalty=settings.pop("penalty", 1.0))
-    sample = make_generate(cfg, generation, EOS, 0, rollout=RolloutConfig(waiting=waiting, chunk=4, **settings))
+def converse(cfg, params, partner, num_prompts=4, temperature=1.0, on_chunk=None, **settings):
+    generation = GenerationConfig(PROMPT, NEW)
+    sample = make_generate(cfg, generation, EOS, 0, rollout=RolloutConfig(chunk=4, **settings))
     asked = (params, ragged_prompts(num_prompts), jax.random.key(5), G, temperature)
     return sample(*asked, partner=partner, on_chunk=on_chunk)
 
@@ -147,14 +147,14 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(dict(num_slots=1, waiting="hold", delay=2), marks=WIDE),
-        pytest.param(dict(num_slots=2, waiting="park", delay=3), marks=WIDE),
-        dict(num_slots=4, waiting="park", delay=3),
-        pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),
+        pytest.param(dict(num_slots=1, delay=2), marks=WIDE),
+        pytest.param(dict(num_slots=2, delay=3), marks=WIDE),
+        dict(num_slots=4, delay=3),
+        pytest.param(dict(num_slots=16, delay=0), marks=WIDE),
     ],
     ids=str,
 )
-def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
+def test_slots_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))
@@ -166,15 +166,13 @@ def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expe
         np.testing.assert_array_equal(rollout.logprobs, talked[0].logprobs)
     # Each conversation is handed over alone when it has ended, as it is in the whole.
     assert [rows_of(alone[row])[0] for row in range(len(expected))] == expected
-    assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("waiting", ["hold", "park"])
-def test_meshes_change_nothing(cfg, expected, mesh, waiting):
+def test_meshes_change_nothing(cfg, expected, mesh):
     set_mesh(*mesh)
-    rollout = converse(cfg, random_params(cfg), Numbers(delay=2), waiting=waiting, num_slots=4)
+    rollout = converse(cfg, random_params(cfg), Numbers(delay=2), num_slots=4)
     assert rows_of(rollout) == expected
 
 
@@ -235,9 +233,9 @@ def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expe
 # ---- stop texts: with two letters a token, one may end within a token, or span two
 
 
-def stopping(cfg, params, partner, stop=("ad", "cbc"), chunk=4, waiting="park", num_slots=4, penalty=1.0):
-    generation = GenerationConfig(PROMPT, NEW, stop=stop, repetition_penalty=penalty)
-    rollout = RolloutConfig(waiting=waiting, chunk=chunk, num_slots=num_slots)
+def stopping(cfg, params, partner, stop=("ad", "cbc"), chunk=4, num_slots=4):
+    generation = GenerationConfig(PROMPT, NEW, stop=stop)
+    rollout = RolloutConfig(chunk=chunk, num_slots=num_slots)
     sample = make_generate(cfg, generation, EOS, 0, rollout=rollout, tokenizer=Letters())
     return sample(params, ragged_prompts(4), jax.random.key(5), G, 1.0, partner=partner)
 
@@ -256,7 +254,7 @@ def ended_by_text(told, stop=("ad", "cbc")):
 def one_at_a_time(cfg, params):
     set_mesh(1, 1)
     partner = Numbers(max_turn_tokens=12)
-    return stopping(cfg, params, partner, chunk=1, waiting="hold"), partner
+    return stopping(cfg, params, partner, chunk=1), partner
 
 
 @pytest.mark.parametrize("settings", [dict(chunk=4), pytest.param(dict(chunk=16, num_slots=8), marks=WIDE)], ids=str)
@@ -271,14 +269,6 @@ def test_a_stop_text_ends_a_turn_and_what_was_drawn_behind_it_leaves_no_trace(cf
     # and the trainer, which reads it all at once, sees the same
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     assert np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0)).max() < 1e-4
-
-
-@pytest.mark.wide
-def test_the_penalty_forgets_what_was_drawn_behind_a_stop_text(cfg, params):
-    partners = [Numbers(max_turn_tokens=12), Numbers(max_turn_tokens=12)]
-    rows = [rows_of(stopping(cfg, params, p, chunk=n, penalty=1.5)) for p, n in zip(partners, (1, 4))]
-    assert rows[0] == rows[1]
-    assert ended_by_text(partners[0].told) >= 2
 
 
 def test_stop_texts_need_a_tokenizer(cfg, params):
@@ -305,7 +295,7 @@ def test_every_family_holds_conversations_as_if_it_read_everything_again(family)
     prompts = ragged_prompts(4)
     keys = sampling.row_keys(jnp.broadcast_to(jax.random.key(5), 8), jnp.arange(8) // G, jnp.arange(8) % G)
     want = [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
-    rollout = converse(cfg, params, Numbers(delay=2), waiting="park", num_slots=4)
+    rollout = converse(cfg, params, Numbers(delay=2), num_slots=4)
     assert rows_of(rollout) == want
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))

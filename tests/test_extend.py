@@ -16,8 +16,9 @@ WIDE = pytest.mark.wide
 
 
 def spec_of(cfg, **changes):
-    generation = GenerationConfig(WIDTH, 60, repetition_penalty=changes.pop("penalty", 1.0))
-    return SamplerSpec(cfg, generation, end_ids=(999,), pad_id=0, dtype=jnp.float32, chunk=4, holds=True, **changes)
+    return SamplerSpec(
+        cfg, GenerationConfig(WIDTH, 60), end_ids=(999,), pad_id=0, dtype=jnp.float32, chunk=4, holds=True, **changes
+    )
 
 
 class OnDevices:
@@ -79,24 +80,9 @@ def test_a_slot_with_appended_tokens_is_where_reading_the_whole_sequence_ends(cf
         at.append({1: [5], 3: list(range(4, 21)), 0: [6, 6]})
 
 
-def test_an_offloaded_slot_goes_on_in_another_one(cfg, params):
-    at = OnDevices(cfg, params)
-    at.decode()
-    at.append({3: [9, 4, 9]})
-    copy = jax.device_get(at.programs.read_slot(at.slots, np.int32(3)))
-    there = at.programs.write_slot(at.slots, copy, np.int32(0))
-    for name in ("lengths", "num_drawn", "limits", "running", "requests"):
-        both = np.asarray(getattr(there, name))
-        assert both[0] == both[3], name
-    _, drawn = at.programs.decode(there, at.weights, np.float32(1))
-    np.testing.assert_array_equal(drawn.tokens[:, 0], drawn.tokens[:, 3])
-
-
-def test_an_int8_cache_and_a_repetition_penalty_know_what_was_appended(cfg, params):
-    at = OnDevices(cfg, params, int8=True, penalty=1.3)
+def test_an_int8_cache_knows_what_was_appended(cfg, params):
+    at = OnDevices(cfg, params, int8=True)
     at.append({1: [30, 31]})
-    seen = np.asarray(at.slots.seen)
-    assert set(np.flatnonzero(seen[1])) == set(at.tokens[1])
     want = whole_hidden(cfg, params, at.tokens[1])
     np.testing.assert_allclose(np.asarray(at.slots.hidden)[1], want, atol=0.15)
 

@@ -34,7 +34,6 @@ GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
             "they sum over multiples of 16 numbers, and mlp_dim over tp is 24",
         ),
         ({"has_cutoffs": True}, "they draw from all tokens, and generation.top_k, top_p or min_p cuts some off"),
-        ({"penalty": 1.5}, "they change no logits, and generation.repetition_penalty is 1.5"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_one_line(changes, reason):

@@ -341,7 +341,7 @@ def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
 # ---- conversations
 
 
-GUESSING = ["task=guessing", "rollout.num_slots=2", "rollout.waiting=park"]
+GUESSING = ["task=guessing", "rollout.num_slots=2"]
 
 
 def measured_conversations(case, monkeypatch) -> dict:
@@ -361,7 +361,7 @@ def measured_conversations(case, monkeypatch) -> dict:
 
     def noting(*args):
         made = make(*args)
-        for name in ("decode", "append", "read_slot", "write_slot"):
+        for name in ("decode", "append"):
             setattr(made, name, noted(made, name))
         return made
 
@@ -383,15 +383,13 @@ def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, mo
     case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=280"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     real = measured_conversations(case, monkeypatch)
-    assert real.keys() == {"decode", "append", "read_slot", "write_slot"}
+    assert real.keys() == {"decode", "append"}
     for name, sizes in real.items():
         program = found.programs[name]
         assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
         assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
         peak = program.argument_bytes + program.temp_bytes
         assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
-    # what a host holds of an offloaded slot, by formula
-    assert case.sampling_memory.offloaded_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
     assert 1 / 3 < MemoryEstimate(case).appending() / found.programs["append"].temp_bytes < 3
 
 
@@ -404,37 +402,6 @@ def test_the_plan_counts_what_a_stop_text_may_bring_back(cfg):
     columns = 2 * case.slots * cfg.num_kv_heads * 4 * cfg.head_dim * 2
     assert done["save"].output_bytes == pytest.approx(4 * (columns + 2 * case.slots), rel=0.2)
     assert done["rewind"].argument_bytes > done["save"].argument_bytes + 4 * columns
-
-
-def test_the_plan_says_whether_slots_are_held_or_offloaded(cfg):
-    """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
-
-    def of(waiting, host_bytes, num_slots=2):
-        settings = ["task=guessing", f"rollout.num_slots={num_slots}", f"rollout.waiting={waiting}"]
-        here = replace(machine(GiB), host_bytes=host_bytes)
-        return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
-
-    one = of("park", None).offloading.slot_bytes
-    shape = case_of(cfg, [], 1, 1)
-    columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
-    # keys and values in float32, and the hidden state of the newest token
-    assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
-    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).offloading is None
-    cases = {
-        ("auto", 4 * 3 * one): (3, 3),
-        ("auto", 4 * 100 * one): (6, 100),
-        ("auto", 4 * one - 4): (0, 0),
-        ("auto", None): (None, None),
-        ("park", 4 * 3 * one): (6, 3),
-        ("hold", 4 * 3 * one): (0, 3),
-    }
-    for (waiting, host_bytes), (most, fit) in cases.items():
-        found = of(waiting, host_bytes)
-        assert (found.offloading.most, found.offloading.num_that_fit) == (most, fit)
-        described = report.as_dict(found)["plans"][0]
-        assert (described["conversations"], described["parking"]["most"]) == (8, most)
-        assert found.resolved.may_offload == (waiting != "hold")
-    assert of("park", None, num_slots=8).offloading.most == 0
 
 
 # ---- verdicts

@@ -118,7 +118,7 @@ def converse(name, folder):
             GenerationConfig(PROMPT, NEW),
             tokenizer.eos_ids,
             tokenizer.pad_id,
-            rollout=RolloutConfig(num_slots=3, chunk=4, waiting="park"),
+            rollout=RolloutConfig(num_slots=3, chunk=4),
             tokenizer=tokenizer,
         )
         rollout = sample(params, opened.prompts(examples), jax.random.key(3), G, partner=partner)

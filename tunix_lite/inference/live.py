@@ -28,8 +28,6 @@ def live_engine(
     a slot. prepared: the weights as rollout.generate.make_prepare makes them; None: made of the
     model's. Raises ValueError for a setting that it does not have.
     """
-    if generation.repetition_penalty != 1:
-        raise ValueError("generation.repetition_penalty is not supported; set it to 1")
     # Prompt and completion share the model's positions; each request says how.
     most = model.cfg.max_positions - 1
     new = min(generation.max_new_tokens, most)

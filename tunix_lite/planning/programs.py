@@ -210,33 +210,20 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         call = append_calls({0: (longest, 1)}, resolved.slots)[0]
         return made()[0].append.lower(slots(), made()[1], *call)
 
-    def write_slot() -> jax.stages.Lowered:
-        # An offloaded conversation comes from the host: placed by the program itself.
-        copy = _unplaced(jax.eval_shape(made()[0].read_slot, slots(), row))
-        return made()[0].write_slot.lower(slots(), copy, row)
-
     def rewind() -> jax.stages.Lowered:
         programs, _ = made()
-        tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
         kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
-        saved = _unplaced(programs.save.lower(slots()).out_info)
-        return programs.rewind.lower(slots(), saved, tokens, kept)
+        saved = programs.save.lower(slots()).out_info
+        unplaced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved)
+        return programs.rewind.lower(slots(), unplaced, kept)
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
-    if resolved.may_offload:
-        programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
-        programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
         programs["save"] = lambda: made()[0].save.lower(slots())
         programs["rewind"] = rewind
     return programs
-
-
-def _unplaced(shapes: Slots) -> Slots:
-    """The same shapes without shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:

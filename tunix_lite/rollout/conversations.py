@@ -2,8 +2,7 @@
 
 When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot, and
 decoding goes on; nothing is read or tokenised a second time. While the partner thinks, the other
-slots decode. Where sequences wait for a slot, the cache of one that waits for its partner may be
-kept on the host meanwhile (it is offloaded).
+slots decode.
 
 When answers come is a matter of the clock; what is sampled is not. A token depends on its own
 sequence, and on a random key that follows from its prompt, its generation and the number of tokens
@@ -19,12 +18,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
-from tunix_lite.rollout.memory import free_host_bytes, memory_here
-from tunix_lite.rollout.programs import Slots
 from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import (
     Conversation,
     Metrics,
@@ -70,8 +66,6 @@ class Talk:
     request: Request
     # the slot that holds it; None: none does
     slot: int | None = None
-    # a copy of its slot on the host
-    offloaded: Slots | None = None
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
     # first token of the turn that is being sampled
@@ -79,8 +73,6 @@ class Talk:
     num_sampled: int = 0
     # whether its partner has yet to answer
     is_waiting: bool = False
-    # chunks that were decoded since it waits
-    chunks_waited: int = 0
     # the answer that is to be appended
     answer: TurnReply | None = None
     # value of Conversation.ended; "" while the conversation is under way
@@ -131,23 +123,14 @@ class ConversationScheduler:
     to others, and decodes a chunk.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        partner: Partner,
-        requests: list[Request],
-        most_offloaded: int,
-    ):
-        """engine: whose slots they take, nothing started. most_offloaded: how many slots that wait
-        may be given to others."""
+    def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
+        """engine: whose slots they take, nothing started."""
         self.engine = engine
         self.partner = partner
-        self.most_offloaded = most_offloaded
         self.talks = [Talk(request) for request in requests]
         self.by_row = {talk.request.row: talk for talk in self.talks}
         self.by_slot: list[Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
-        self.num_offloaded = 0
         # Slots that decoded, and that held a sequence, summed over chunks.
         self.slots_decoding = 0
         self.slots_held = 0
@@ -175,11 +158,11 @@ class ConversationScheduler:
         make_generate."""
         while self.engine.unfinished:
             ended = self.take_replies()
-            self.offload()
-            self.restore()
             self.append_answers()
             for slot, request in self.engine.fill():
-                self._give(self.by_row[request.row], slot)
+                talk = self.by_row[request.row]
+                talk.slot = slot
+                self.by_slot[slot] = talk
             if self.is_decoding:
                 self.decode()
 
@@ -207,9 +190,8 @@ class ConversationScheduler:
             return []
         held = self.held
         waiting = [talk for talk in held if talk.is_waiting]
-        may_offload = waiting and self.num_offloaded_now < self.most_offloaded
-        has_room = None in self.by_slot or may_offload
-        can_work = self.is_decoding or bool(has_room and self.num_queued)
+        num_queued = len(self.talks) - self.engine.num_taken
+        can_work = self.is_decoding or bool(None in self.by_slot and num_queued)
         patience = self.patience.seconds(len(waiting), len(held))
         began = time.perf_counter()
         replies = self.partner.replies(wait=not can_work, patience=patience)
@@ -243,56 +225,8 @@ class ConversationScheduler:
         request.reason = "eos" if talk.ended == "done" else "length"
         request.ended = self.engine.elapsed()
         self.engine.release(request, talk.slot)
-        talk.offloaded = None
-        if talk.slot is not None:
-            self.by_slot[talk.slot] = None
-            talk.slot = None
-
-    # ---- slots
-
-    @property
-    def num_queued(self) -> int:
-        """Conversations that could use a slot now, and have none."""
-        return len(self.talks) - self.engine.num_taken + len(self._ready())
-
-    @property
-    def num_offloaded_now(self) -> int:
-        """Conversations whose caches are on the host."""
-        return sum(talk.offloaded is not None for talk in self.talks)
-
-    def _ready(self) -> list[Talk]:
-        """The offloaded conversations that have their answer."""
-        return [
-            one for one in self.talks if one.offloaded is not None and one.answer is not None
-        ]
-
-    def _give(self, talk: Talk, slot: int) -> None:
-        talk.slot = slot
-        self.by_slot[slot] = talk
-
-    def offload(self) -> None:
-        """Frees slots whose conversations wait, for as many others as could go on."""
-        needed = self.num_queued - self.by_slot.count(None)
-        allowed = min(needed, self.most_offloaded - self.num_offloaded_now)
-        if allowed <= 0:
-            return
-        # One that has just begun to wait stays for a chunk, since most answers come at once; unless
-        # no slot would decode.
-        least = 1 if self.is_decoding else 0
-        waiting = [one for one in self.held if one.is_waiting and one.chunks_waited >= least]
-        for talk in sorted(waiting, key=lambda talk: -talk.chunks_waited)[:allowed]:
-            talk.offloaded = self.engine.offload(talk.slot, talk.request)
-            self.by_slot[talk.slot] = None
-            talk.slot = None
-            self.num_offloaded += 1
-
-    def restore(self) -> None:
-        """Puts conversations that have their answer into free slots again."""
-        free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
-        for talk, slot in zip(self._ready(), free):
-            self.engine.restore(slot, talk.offloaded)
-            self._give(talk, slot)
-            talk.offloaded = None
+        self.by_slot[talk.slot] = None
+        talk.slot = None
 
     def append_answers(self) -> None:
         """Reads the answers of partners in the slots that they belong to."""
@@ -336,7 +270,6 @@ class ConversationScheduler:
         self.slots_held += len(self.held)
         for talk in self.held:
             if not talk.is_sampling:
-                talk.chunks_waited += 1
                 continue
             self.slots_decoding += 1
             request = talk.request
@@ -350,11 +283,10 @@ class ConversationScheduler:
                 tokens = request.tokens[talk.begin :]
                 talk.turns.append((talk.begin, len(request.tokens), None))
                 talk.is_waiting = True
-                talk.chunks_waited = 0
                 ended = engine.criteria.tokens.get(tokens[-1]) == "eos"
                 self.partner.submit(request.row, tokens, ended)
         if (num_kept >= 0).any():
-            engine.slots = programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
+            engine.slots = programs.rewind(engine.slots, saved, num_kept)
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -368,7 +300,6 @@ class ConversationScheduler:
             "perf/slot_use": of_engine["rollout/slot_use"],
             "perf/slots_busy": self.slots_decoding / most_slots,
             "perf/slots_held": self.slots_held / most_slots,
-            "perf/slots_parked": self.num_offloaded,
             "perf/rollout_tokens_per_second": of_engine["perf/rollout_tokens_per_second"],
             "time/waiting_for_environments": self.seconds_waited,
             "time/rollout": of_engine["time/rollout"],
@@ -436,12 +367,3 @@ def conversation_requests(
     # The widest prompts first: if memory does not suffice, that shows at once.
     widths = prompt_widths(generation.max_prompt_length)
     return sorted(requests, key=lambda one: -padded_width(len(one.ids), widths))
-
-
-def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: int) -> int:
-    """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
-    is free on every host. All hosts must call it."""
-    spec = engine.programs.spec
-    memory = memory_here(spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots)
-    free = min(allgather_values(free_host_bytes()))
-    return memory.offloading(num_conversations, free).most

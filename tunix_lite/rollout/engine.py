@@ -5,7 +5,6 @@ admit       requests join the queue; a free slot takes the next one whose prompt
 append      reads tokens that nobody sampled into slots
 start_chunk fills free slots and starts a chunk of decoding; next_chunk and absorb read its tokens
 release     frees a slot before its request has ended
-offload, restore  copy a slot to the host and back
 
 While requests wait, the devices have a chunk ahead of them: the host starts a chunk before it reads
 the tokens of the chunk before, and the slots themselves take the next requests. (A loop that asks
@@ -126,7 +125,8 @@ class Engine:
             self.waiting.remove(request)
         self.requests.pop(request.number, None)
         if slot is not None:
-            self._free(slot, request.number)
+            self.stopped[slot] = request.number
+            self.is_free[slot] = True
 
     @property
     def waits(self) -> bool:
@@ -247,22 +247,6 @@ class Engine:
         for request in resumed.values():
             request.first_chunk = self.num_chunks
         self.append({slot: (list(one.tokens), one.limit) for slot, one in resumed.items()})
-
-    def offload(self, slot: int, request: Request) -> Slots:
-        """Copies the sequence of a slot to the host, and frees the slot."""
-        copy = jax.device_get(self.programs.read_slot(self.slots, np.int32(slot)))
-        self._free(slot, request.number)
-        return copy
-
-    def _free(self, slot: int, number: int) -> None:
-        self.stopped[slot] = number
-        self.is_free[slot] = True
-
-    def restore(self, slot: int, copy: Slots) -> None:
-        """Puts an offloaded sequence into a free slot."""
-        self.slots = self.programs.write_slot(self.slots, copy, np.int32(slot))
-        self.stopped[slot] = -1
-        self.is_free[slot] = False
 
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended, which

@@ -34,7 +34,6 @@ from tunix_lite.rollout.conversations import (
     Partner,
     chunk_of_turns,
     conversation_requests,
-    most_offloaded,
 )
 from tunix_lite.rollout.engine import (
     APPEND_WIDTHS,
@@ -162,7 +161,6 @@ class CompletionSampler:
                 spec.int8,
                 are_plain(params),
                 spec.generation.has_cutoffs,
-                spec.generation.repetition_penalty,
             )
         num_prompts, num_generations = size
         num_requests = num_prompts * num_generations
@@ -299,8 +297,7 @@ def make_generate(
             size = (len(prompts), num_generations)
             of_turns = sampler_of_turns(partner.max_turn_tokens)
             engine = of_turns.engine(params, size, temperature)
-            most = most_offloaded(of_turns.rollout, engine, len(requests))
-            talks = ConversationScheduler(engine, partner, requests, most)
+            talks = ConversationScheduler(engine, partner, requests)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}
@@ -467,7 +464,6 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
 
 def compile_rewind(engine: Engine, slots: Slots) -> None:
     """Compiles the program that takes back tokens behind a stop text."""
-    programs = engine.programs
-    tokens = jax.ShapeDtypeStruct((engine.chunk, engine.num_slots), jnp.int32)
     num_kept = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    results(programs.rewind, slots, results(programs.save, slots), tokens, num_kept)
+    saved = results(engine.programs.save, slots)
+    results(engine.programs.rewind, slots, saved, num_kept)

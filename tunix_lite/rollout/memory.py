@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
@@ -31,8 +30,6 @@ from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
-# The share of the host's free memory that offloaded caches may take, all of them together.
-OFFLOADED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,6 @@ class SamplingMemory:
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
-    def offloaded_bytes(self) -> int:
-        """Bytes that a host holds of one offloaded slot: the keys and values of all heads, and the
-        newest token's hidden state."""
-        length = self.generation.max_prompt_length + self.generation.max_new_tokens
-        hidden = self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
-        return kv_cache.tree_bytes(self._kv_shapes(1, length)) + hidden
-
-    def offloading(self, num_conversations: int, host_bytes: int | None) -> "Offloading":
-        """Decides what becomes of slots whose conversations wait for an environment.
-
-        num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
-        knows.
-        """
-        slot_bytes = self.offloaded_bytes()
-        fit = None
-        if host_bytes is not None:
-            fit = int(OFFLOADED_SHARE * host_bytes) // slot_bytes
-        # No more are ever offloaded than have no slot.
-        most = max(0, num_conversations - self.num_slots)
-        count = 0 if self.rollout.waiting == "hold" else most
-        if self.rollout.waiting == "auto" and count:
-            count = None if fit is None else min(most, fit)
-        return Offloading(slot_bytes, most, fit, count)
-
     def _kv_shapes(self, rows: int, length: int) -> list[kv_cache.KV]:
         int8 = self.rollout.cache == "int8"
         tp = self.mesh_shape["tp"]
@@ -152,24 +125,6 @@ def memory_here(
         rules,
         current_platform() == "cpu",
     )
-
-
-@dataclass(frozen=True)
-class Offloading:
-    """What becomes of slots whose conversations wait for environments: they keep their places, or
-    some of their caches are offloaded to the host.
-
-    Example: `Offloading(slot_bytes=2**20, without_slot=12, num_that_fit=8, most=8)`.
-    """
-
-    # host memory of one offloaded slot
-    slot_bytes: int
-    # conversations of a rollout beyond its slots
-    without_slot: int
-    # offloaded slots that a host has room for; None: unknown
-    num_that_fit: int | None
-    # slots that are offloaded at once, at most; None: that depends on the host
-    most: int | None
 
 
 def free_host_bytes() -> int:

@@ -5,8 +5,7 @@ admit        gives every free slot the next request whose prompt has been read
 append       reads tokens that nobody sampled into slots: an environment's answer, or a completion
              that continues after an update
 decode       draws `chunk` tokens in every slot, and reports them as a `DecodedChunk`
-read_slot, write_slot  copy the sequence of a slot to the host and back (the slot is offloaded)
-save, rewind           take back the tokens that slots drew behind a stop text
+save, rewind take back the tokens that slots drew behind a stop text
 
 No program waits for the host: the slots themselves hold which sequences have ended, and how many
 requests they have taken. Every program is a function of this module whose first argument is a
@@ -82,11 +81,6 @@ class SamplerSpec:
         """Tokens of the longest prompt with its longest completion."""
         return self.generation.max_prompt_length + self.generation.max_new_tokens
 
-    @property
-    def has_penalty(self) -> bool:
-        """Returns whether seen tokens are made less likely, so that slots must remember them."""
-        return self.generation.repetition_penalty != 1
-
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
         return bool(self.generation.has_cutoffs and temperature > 0)
@@ -105,8 +99,6 @@ class PromptCache:
     hidden: jax.Array
     # [M] tokens of each prompt
     lengths: jax.Array
-    # [M, V] bool, the tokens that occur in it; None without a repetition penalty
-    seen: jax.Array | None
 
 
 @flax.struct.dataclass
@@ -157,8 +149,6 @@ class Slots:
     cache: list[KV]
     # [B, D] of the newest token
     hidden: jax.Array
-    # [B, V] bool, the tokens of prompt and completion; None without a repetition penalty
-    seen: jax.Array | None
     # [B] number of the request; -1: none yet
     requests: jax.Array
     # [B] random keys
@@ -214,8 +204,6 @@ class Saved:
     # [B] as of Slots
     lengths: jax.Array
     num_drawn: jax.Array
-    # [B, V]; None without a repetition penalty
-    seen: jax.Array | None
 
 
 class Programs:
@@ -242,8 +230,6 @@ class Programs:
             static_argnums=(3, 4),
             donate_argnums=0,
         )
-        self.read_slot = self._jit(read_slot)
-        self.write_slot = self._jit(write_slot, donate_argnums=0)
         self.save = self._jit(save)
         self.rewind = self._jit(rewind, donate_argnums=0)
 
@@ -289,11 +275,8 @@ def at_home(
     def place_kv(x: Any) -> Any:
         return place(x, kv_cache.logical_axes(x, rows_axis))
 
-    others = jax.tree.map(place_rows, state.replace(cache=None, seen=None))
-    cache = jax.tree.map(place_kv, state.cache)
-    # Tokens that a row has seen lie as the scores do that they change.
-    seen = None if state.seen is None else place(state.seen, (rows_axis, "vocab"))
-    return others.replace(cache=cache, seen=seen)
+    others = jax.tree.map(place_rows, state.replace(cache=None))
+    return others.replace(cache=jax.tree.map(place_kv, state.cache))
 
 
 def on_every_device(x: jax.Array) -> jax.Array:
@@ -311,26 +294,13 @@ def _where_rows(
     return jnp.where(is_row_B.reshape(-1, *further_dims), new, old)
 
 
-def _tokens_seen(
-    spec: SamplerSpec, tokens_RW: jax.Array, is_token_RW: jax.Array
-) -> jax.Array | None:
-    """[R, V] bool, which tokens occur in each row; None without a repetition penalty."""
-    if not spec.has_penalty:
-        return None
-    R = len(tokens_RW)
-    nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
-    return nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
-
-
 def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
     """Room for `rows` prompts, empty."""
     longest = spec.generation.max_prompt_length
-    nothing = jnp.zeros((rows, 0), jnp.int32)
     empty = PromptCache(
         cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
         hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
         lengths=jnp.zeros(rows, jnp.int32),
-        seen=_tokens_seen(spec, nothing, nothing > 0),
     )
     return at_home(empty, "prompts")
 
@@ -339,11 +309,9 @@ def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) ->
     """Makes slots of which none is running, with a cache of so many columns; None: of all."""
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
-    nothing = jnp.zeros((num_slots, 0), jnp.int32)
     empty = Slots(
         cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
         hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
-        seen=_tokens_seen(spec, nothing, nothing > 0),
         requests=zeros - 1,
         keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
         lengths=zeros,
@@ -407,8 +375,6 @@ def prefill(
         sequences=meta,
     )
 
-    # The repetition penalty covers the tokens of the prompt, too.
-    seen_MV = _tokens_seen(spec, tokens_MT, is_token_MT)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
@@ -417,7 +383,6 @@ def prefill(
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
         lengths=put(prompt_cache.lengths, lengths_M),
-        seen=None if seen_MV is None else put(prompt_cache.seen, seen_MV),
     )
     return at_home(filled, "prompts")
 
@@ -459,7 +424,6 @@ def admit(
             for kv, prompts in zip(slots.cache, prompt_cache.cache)
         ],
         hidden=take(prompt_cache.hidden[row_B], slots.hidden),
-        seen=take(prompt_cache.seen[row_B], slots.seen) if spec.has_penalty else None,
         requests=take(request_B, slots.requests),
         keys=take(keys_B, slots.keys),
         lengths=take(prompt_cache.lengths[row_B], slots.lengths),
@@ -538,8 +502,6 @@ def decode(
             slots.num_drawn,
             temperature,
             cutoffs,
-            spec.generation.repetition_penalty,
-            slots.seen,
             noise_BV,
         )
         if not has_top:
@@ -607,14 +569,9 @@ def read_drawn(
     num_drawn_B = slots.num_drawn + slots.running
     is_end_B = jnp.isin(token_B, jnp.asarray(spec.end_ids, jnp.int32))
     is_last_B = is_end_B | (num_drawn_B >= slots.limits)
-    seen_BV = slots.seen
-    if spec.has_penalty:
-        is_token_BV = token_B[:, None] == np.arange(spec.cfg.vocab_size)
-        seen_BV |= slots.running[:, None] & is_token_BV
     after = slots.replace(
         cache=cache,
         hidden=hidden_B1D[:, 0],
-        seen=seen_BV,
         lengths=slots.lengths + slots.running,
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
@@ -744,7 +701,6 @@ def append(
 
     # The first token of the next turn is drawn from the last of them.
     last_R = jnp.maximum(counts_R - 1, 0)
-    new_RV = _tokens_seen(spec, tokens_RW, is_token_RW)
     appended = slots.replace(
         cache=[
             kv_cache.write_tokens(old, new, rows_R, lengths_R, counts_R)
@@ -753,7 +709,6 @@ def append(
             for old, new in zip(slots.cache, new_cache)
         ],
         hidden=write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
-        seen=None if new_RV is None else write(slots.seen, read(slots.seen) | new_RV),
         lengths=write(slots.lengths, lengths_R + counts_R),
         limits=write(slots.limits, limits_R),
         running=write(slots.running, limits_R > 0),
@@ -816,38 +771,6 @@ def attend_to_cache_and_new(
     return attend_fn
 
 
-# ---- copy
-
-
-def read_slot(spec: SamplerSpec, slots: Slots, row: jax.Array) -> Slots:
-    """A copy of one slot, [1, ...] each, whole on every device, so that every host can read it."""
-    del spec
-
-    def of_row(x: jax.Array) -> jax.Array:
-        if not x.ndim:
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        return on_every_device(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0))
-
-    return jax.tree.map(of_row, slots)
-
-
-def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> Slots:
-    """The slots with `one`, as read_slot made it, in this row. Requests taken stay as they are."""
-    del spec
-    is_row_B = jnp.arange(len(slots.lengths)) == row
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        if not old.ndim:
-            return old
-        if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-            new = jax.random.wrap_key_data(new)
-        return _where_rows(is_row_B, new, old)
-
-    return at_home(jax.tree.map(put, slots, one), "batch")
-
-
 # ---- rewind
 
 
@@ -872,7 +795,7 @@ def save(spec: SamplerSpec, slots: Slots) -> Saved:
 
     columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
     # Copies, as the slots themselves are donated to the chunk.
-    saved = Saved(columns, slots.lengths, slots.num_drawn, slots.seen)
+    saved = Saved(columns, slots.lengths, slots.num_drawn)
     return jax.tree.map(jnp.copy, saved)
 
 
@@ -881,15 +804,9 @@ def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
     return (lengths_B[:, None] + jnp.arange(spec.chunk)) % kv.k.shape[2]
 
 
-def rewind(
-    spec: SamplerSpec,
-    slots: Slots,
-    saved: Saved,
-    tokens_TB: jax.Array,
-    kept_B: jax.Array,
-) -> Slots:
+def rewind(spec: SamplerSpec, slots: Slots, saved: Saved, kept_B: jax.Array) -> Slots:
     """The slots after a chunk of which kept_B tokens stay, -1: as it is. The slots that lose tokens
-    do not run, and wait for an answer. tokens_TB: what the chunk drew."""
+    do not run, and wait for an answer."""
     is_back_B = kept_B >= 0
     place_T = jnp.arange(spec.chunk)
     is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
@@ -909,16 +826,8 @@ def rewind(
 
         return jax.tree.map(put, kv, old)
 
-    seen = slots.seen
-    if seen is not None:
-        is_kept_BT = place_T < kept_B[:, None]
-        no_token = seen.shape[1]
-        kept_BT = jnp.where(is_kept_BT, tokens_TB.T, no_token)
-        with_kept = saved.seen.at[rows_B1, kept_BT].set(True, mode="drop")
-        seen = chosen(with_kept, seen)
     back = slots.replace(
         cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
-        seen=seen,
         lengths=chosen(saved.lengths + kept_B, slots.lengths),
         num_drawn=chosen(saved.num_drawn + kept_B, slots.num_drawn),
         running=slots.running & ~is_back_B,

@@ -1,8 +1,7 @@
 """Draws the next token; its randomness depends on the key and the position alone.
 
-Logits go through temperature, repetition penalty (arXiv:1909.05858), top-k, top-p
-(arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order. A token is then drawn by adding
-Gumbel noise to the logits that are left.
+Logits go through temperature, top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082), in
+this order. A token is then drawn by adding Gumbel noise to the logits that are left.
 
 Letters beside those of types.py: W candidates, of which `_highest_float` asks for several at once.
 """
@@ -40,25 +39,21 @@ def draw(
     positions_B: jax.Array,
     temperature: jax.Array | float,
     cutoffs: tuple | None = None,
-    penalty: float = 1.0,
-    seen_BV: jax.Array | None = None,
     noise_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, their log-probabilities under the distribution that was drawn from, and those under
     the full one, softmax(logits / temperature), which the trainer computes; [B] each, float32.
 
     positions_B: tokens of the completion so far. temperature: [] or [B, 1]. cutoffs: top_k, top_p
-    and min_p, as apply_cutoffs takes them. seen_BV: the tokens that the repetition penalty is for.
-    noise_BV: `gumbel_noise` of these keys and positions; None: it is drawn here. At temperature 0
-    the best token is taken, with log-probabilities as at temperature 1 and nothing cut off, as
-    cutting off never removes the best token.
+    and min_p, as apply_cutoffs takes them. noise_BV: `gumbel_noise` of these keys and positions;
+    None: it is drawn here. At temperature 0 the best token is taken, with log-probabilities as at
+    temperature 1 and nothing cut off.
     """
     # What is left of the full distribution; the same array where nothing changes it.
     full_BV = tempered(logits_BV, temperature)
     left_BV = full_BV
-    if seen_BV is not None:
-        left_BV = apply_repetition_penalty(full_BV, seen_BV, penalty)
     if cutoffs is not None:
+        # Cutting off never removes the best token.
         left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
@@ -133,16 +128,6 @@ def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
-
-
-def apply_repetition_penalty(
-    logits_BV: jax.Array,
-    seen_BV: jax.Array,
-    penalty: float,
-) -> jax.Array:
-    """Divides the logits of the tokens seen so far by the penalty; negative ones are multiplied."""
-    penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return jnp.where(seen_BV, penalised_BV, logits_BV)
 
 
 def apply_cutoffs(
