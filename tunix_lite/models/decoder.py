@@ -1,21 +1,7 @@
-"""A decoder-only model as a table of weights and pure functions: Gemma 2, 3 and 4, Qwen 2.5,
-3 and 3.5, Llama 3 and its relatives.
-
-Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
-rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
-layers: "local" layers see the last `window` tokens, "global" ones see all. What families do
-differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
-2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
-
-`forward` is for training: whole rows, a scan over stacked layers or one layer after the other.
-`forward_by_layer` is for sampling, with a cache. Both are embed, `block` for each layer, norm.
-
-Layers lie in stacks, with a leading dim over them. Where all have weights of the same shapes there
-is one stack, `layers/<name>`, and whether a layer is local is data beside it; else each kind of
-layer has one, `layers/<kind>/<name>`. Training scans over the layers, so that compile time does not
-grow with depth, unless training.scan_layers=false. Sampling runs layer by layer on what
-`per_layer_params` returns.
-"""
+"""A decoder-only model as a table of weights and pure functions. Per layer: x +=
+norm(attention(norm(x))); x += norm(down(act(gate(norm(x))) * up(norm(x)))). Sources:
+arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 and 2505.09388 (Qwen), 2407.21783
+(Llama 3)."""
 
 import itertools
 from collections import Counter
@@ -108,10 +94,8 @@ def kind_of_layer(name: str) -> LayerKind:
 
 @cache
 def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
-    """The stack in which each layer lies: the name of its kind; None where one stack has them all.
-
-    That is so where the layers have attention and weights of the same shapes.
-    """
+    """The stack in which each layer lies: the name of its kind; None where one stack has them
+    all."""
     kinds = {*cfg.pattern, *cfg.kinds_of_weights}
     tables = [layer_weights(cfg, kind) for kind in kinds]
     if kinds <= ROTATED and all(table == tables[0] for table in tables):
@@ -121,6 +105,7 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
 
 def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
     """The stacks by name: the kind of a layer in it, and how many there are."""
+    # Layers whose weights have the same shapes lie in one stack, with a leading dim over them.
     names = stack_of_layers(cfg)
     kinds = dict(zip(names, cfg.kinds_of_weights))
     return {name: (kinds[name], count) for name, count in Counter(names).items()}
@@ -218,9 +203,8 @@ def per_layer_params(
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
 
-    Norms keep their dtype, as they do in training, and quantised weights their codes. on_cpu: the
-    matrices, which must not be quantised, are `Transposed`, with their adapters merged, and a layer
-    has one of them, `qkv` of N + 2 K heads, in place of q, k and v.
+    on_cpu: the matrices are `Transposed`, with their adapters merged, and q, k and v are one,
+    `qkv`.
     """
 
     def cast(leaf: Leaf) -> Leaf:
@@ -241,7 +225,7 @@ def per_layer_params(
 
 
 def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
-    """The matrices of a layer, q, k and v perhaps joined: how many of their dims there are, and are
+    """The matrices of a layer, q, k and v perhaps joined: how many dims they have, and how many are
     inputs."""
     declared = layer_weights(cfg, kind)
     matrices = {name: (len(w.shape), w.inputs) for name, w in declared.items() if w.inputs}
@@ -278,12 +262,9 @@ def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False
 
 
 def are_for_cpu(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """True if sampling on this mesh takes its weights as a CPU likes them (`per_layer_params`).
-
-    On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
-    take longer than one; and a product of few rows is faster with the matrix as its first factor.
-    Where values are rounded, they stay as the trainer computes them.
-    """
+    """True if sampling on this mesh takes its weights as a CPU likes them (`per_layer_params`)."""
+    # On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
+    # take longer than one. Where values are rounded, they stay as the trainer computes them.
     axis = current_rules()["heads"]
     are_whole = axis is None or mesh.shape[axis] == 1
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -325,12 +306,9 @@ def forward(
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
 
-    meta: which tokens see each other, and their positions. dtype: of the computation. remat: the
-    values that the forward pass keeps for the backward pass, a name of REMAT. attend: one of
-    attention.IMPLEMENTATIONS. reduce_dtype: type in which the gradients of the layers are summed
-    over the mesh, as weights.for_compute takes it. tp_reduce_dtype: type of the two sums of a layer
-    over tp, as weights.project takes it. scan_layers: the program has one layer and runs it in a
-    loop; else it has all of them, which takes longer to compile and less to run.
+    remat: a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype: as
+    weights.for_compute takes it; tp_reduce_dtype: as weights.project takes it. scan_layers: the
+    program has one layer and runs it in a loop; else it has all of them.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
     if not scan_layers:
@@ -431,10 +409,7 @@ def _scan_layers(
     per_layer_LBTP: jax.Array | None,
     policy: Callable[..., bool] | None,
 ) -> jax.Array:
-    """The hidden states after all layers, by scans over them.
-
-    layer: as `forward` makes it. policy: one of REMAT.
-    """
+    """The hidden states after all layers, by scans over them. layer: as `forward` makes it."""
 
     # Where all layers of a stack are of one kind, it is known while compiling.
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
@@ -499,10 +474,8 @@ def _scan_periods(
     x_BTD: jax.Array,
     trees: Params,
 ) -> jax.Array:
-    """The hidden states after layers of these stacks, by scans over them.
-
-    bodies: by stack, one layer, for a scan. trees: by stack, the arrays of its layers.
-    """
+    """The hidden states after layers of these stacks, by scans. bodies, trees: of one layer, by
+    stack."""
 
     def in_order(part: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
@@ -586,15 +559,11 @@ def forward_by_layer(
     states: Sequence[Any] | None = None,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
-    layer keeps, in a list.
+    layer keeps.
 
-    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
-    [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
-    the cache of their keys and values. A layer that reads those of another one gives q alone.
-    tp_reduce_dtype: as `forward` takes it. attend_norms: as Surroundings has it. products: None
-    has plain ones. angles: of the positions, by kind of layer; None: they are computed here.
-    sequences, states: what recurrent layers read, as Surroundings has it; states by layer, None:
-    the sequences begin with these tokens.
+    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
+    layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:
+    they are made here. attend_norms, sequences, states: as Surroundings has them, states by layer.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
@@ -638,7 +607,7 @@ def per_layer_inputs(
     w: dict[str, Any], cfg: Architecture, tokens_BT: jax.Array, x_BTD: jax.Array
 ) -> jax.Array:
     """What each layer has of its own for each token, [L, B, T, P]: a row of a table, and a
-    projection of the embeddings x, each of about length sqrt(P).
+    projection of x.
 
     w: table, project (ready for `project`) and norm.
     """
@@ -716,8 +685,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplies activations with the weights of a layer. Decoding may have kernels of its own for
-    it (kernels/decode_products.py).
+    """Multiplies activations with the weights of a layer; kernels/decode_products.py has another
+    one.
 
     Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
     """
@@ -759,10 +728,8 @@ def block(
     mix: Callable[..., tuple[jax.Array, Any]],
     around: Surroundings,
 ) -> tuple[jax.Array, Any]:
-    """The hidden states after one layer, [B, T, D], and what its kind keeps of it.
-
-    w: the weights of the layer, ready for `project`. mix: of its LayerKind.
-    """
+    """The hidden states after one layer, [B, T, D], and what its kind keeps. mix: of its
+    LayerKind."""
     # Attention, or what is in its place.
     normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
@@ -867,8 +834,7 @@ LAYER_KINDS = {
 
 
 def is_local(kind: str) -> bool:
-    """Whether layers of this kind see a window of tokens, those among them that read the keys and
-    values of another layer."""
+    """Whether layers of this kind see a window of tokens."""
     return kind.removesuffix(READER) == "local"
 
 
@@ -886,8 +852,8 @@ def norm(
     scale: jax.Array | None,
     cfg: Architecture,
 ) -> jax.Array:
-    """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma 2 and 3), if
-    there is one."""
+    """RMS norm over the last dim, times the scale (1 + scale for Gemma 2 and 3), if there is
+    one."""
     x_wide = wide(x)
     mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
     normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
@@ -919,9 +885,8 @@ def rope_angles(
     positions_BT: jax.Array,
     kind: str,
 ) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, elements of a head that turn / 2] each, float32
-    (float64 where JAX has it): to the last places of the dtype at every position below 2^26. With
-    Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
+    """sin and cos of the rotary angles, [B, T, 1, elements of a head that turn / 2] each, float32;
+    with Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
     frequency, amplitude = cfg.rope(kind)
     positions_BT11 = positions_BT[..., None, None]
     sin, cos = _sin_cos(positions_BT11, frequency)
@@ -967,8 +932,7 @@ def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
 
 
 def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """x with rotary positions: of the first elements of a head, as many as there are angles twice,
-    i and i + half of them turn together. The others stay."""
+    """x with rotary positions: i and i + half of the first elements of a head turn together."""
     sin, cos = angles
     num_turned = 2 * sin.shape[-1]
     if num_turned < x_BTNH.shape[-1]:

@@ -1,10 +1,5 @@
 """The Hugging Face layout of each family of models: its `config.json`, and the names of its
-tensors.
-
-A family is a `Family`: which flags of `Architecture` its models share, how fields map to keys of
-config.json, and the names of its tensors. What a config.json asks for and the decoder does not
-compute is an error, never dropped in silence.
-"""
+tensors. What a config.json asks for and the decoder does not compute is an error."""
 
 import math
 import re
@@ -123,8 +118,7 @@ ONE_SHAPE = {
 
 
 def _local_by_list(hf: dict) -> list[str]:
-    """The kind of every layer of a config.json: of `layer_types` if given, else of Qwen's two keys,
-    else global. Raises ValueError for a list that does not fit."""
+    """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global."""
     count = hf["num_hidden_layers"]
     has_windows = hf.get("use_sliding_window")
     first_local = hf.get("max_window_layers", count) if has_windows else count
@@ -173,8 +167,8 @@ def _all_local(hf: dict) -> list[str]:
 
 
 def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """Like `_local_by_list`, but without a list every nth layer is global; n may be overridden by
-    `sliding_window_pattern`."""
+    """Like `_local_by_list`, but without a list every nth layer, or every
+    `sliding_window_pattern`th."""
 
     def kinds(hf: dict) -> list[str]:
         pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
@@ -226,8 +220,8 @@ def _gemma4_keys(hf: dict) -> dict:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The layout of one family. A new family that needs no new computation is just an object of
-    this class.
+    """The layout of one family. A new one that needs no new computation is just an object of this
+    class.
 
     Example: `LLAMA`, below.
     """
@@ -794,7 +788,8 @@ def _one_rope(
     config: dict, family: Family, newer: dict, kind: str, theta_key: str, scaling: dict
 ) -> dict:
     """The rope object of one kind of layer, out of both spellings. Raises ValueError if they
-    differ: programs that read config.json do not agree on which one counts."""
+    differ."""
+    # Programs that read config.json do not agree on which one counts.
     if "full_attention" in newer:
         newer = _object(newer[kind], f"rope_parameters.{kind}")
     older = {"rope_theta": config.get(theta_key), **scaling}
@@ -818,8 +813,8 @@ def _one_rope(
 
 
 def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
-    """The field of Architecture that stretches wavelengths as one rope object of a config.json
-    says; {}: nothing does. Raises ValueError."""
+    """The field of Architecture that stretches wavelengths as a rope object says; {}: nothing
+    does."""
     kind = rope.get("rope_type", "default")
     if kind not in family.ropes:
         *most, last = family.ropes
@@ -907,8 +902,8 @@ def as_computed(cfg: Architecture) -> Architecture:
 
 
 def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
-    """The config.json of an architecture, which `read_config` and transformers read. `more` is
-    added, such as token ids. Raises ValueError if `cfg` is not of the family."""
+    """The config.json of an architecture, with `more` added. Raises ValueError if it is not of the
+    family."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
 
@@ -962,11 +957,10 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
 
 
 def architecture_differences(one: Architecture, other: Architecture) -> list[str]:
-    """The fields in which two architectures differ, as text: "head_dim=64 against 128".
+    """The fields in which two architectures differ, floats in float32: "head_dim=64 against
+    128"."""
 
-    Floats are compared in float32, as some files hold them: 1e-06 is 9.999999974752427e-07 there.
-    """
-
+    # Some files hold floats so: 1e-06 is 9.999999974752427e-07 there.
     def as_float32(value: object) -> object:
         return np.float32(value) if isinstance(value, float) else value
 
