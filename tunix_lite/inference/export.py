@@ -1,9 +1,5 @@
-"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, a PEFT adapter, or
-GGUF files for llama.cpp and Ollama.
-
-The export is read back, and its logits are compared with the model's, before the folder gets its
-name. So a folder that exists is whole and holds the same model.
-"""
+"""Exports a model: a folder in Hugging Face layout, a PEFT adapter, or GGUF files for llama.cpp and
+Ollama. The export is read back, and its logits are compared, before the folder gets its name."""
 
 import json
 import platform
@@ -56,12 +52,9 @@ class Exported:
     """
 
     folder: Path
-    # one of KINDS
-    kind: str
-    # of the logits after reading back, relative to their size
-    difference: float
-    # the command that serves it
-    serve: str
+    kind: str  # one of KINDS
+    difference: float  # of the logits after reading back, relative to their size
+    serve: str  # the command that serves it
 
 
 def check_export(
@@ -72,11 +65,8 @@ def check_export(
     overwrite: bool,
     gguf_type: str | None = None,
 ) -> str:
-    """Checks what `export` would do, before anything is loaded or written.
-
-    Returns the kind that will be written, one of KINDS. Raises ConfigError if the kind, the dtype
-    or the type does not fit the model, or if the folder cannot be written or replaced.
-    """
+    """Checks what `export` would do, before anything is loaded or written. Returns the kind, one of
+    KINDS. Raises ConfigError."""
     # kind and dtype against the model
     kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
     if kind not in KINDS:
@@ -136,13 +126,13 @@ def export(
     overwrite: bool = False,
     gguf_type: str | None = None,
 ) -> Exported:
-    """Writes the model to the folder `out`, reads it back and compares it.
+    """Writes the model to the folder `out`, reads it back and compares it. Raises ConfigError,
+    writes nothing.
 
-    kind: full (all weights), merged (adapters added to their base), adapter (PEFT), gguf (all
-    weights in one file for llama.cpp), gguf_adapter (adapters for llama.cpp), or auto: adapter if
-    there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it, bf16 for
-    random weights. overwrite: replace an export. gguf_type: f32, f16, bf16 or q8_0; None: bf16.
-    Raises ConfigError, writes nothing.
+    kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if there are adapters,
+    else full. dtype: bf16, fp16 or fp32; None: as the original has it. gguf_type: f32, f16, bf16 or
+    q8_0.
+
     Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
     """
     # What can be wrong is found before anything is written.
@@ -287,8 +277,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
 
 
 def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
-    """Writes a PEFT adapter and the tokenizer, or an adapter for llama.cpp. Returns the difference
-    after reading back."""
+    """Writes a PEFT adapter, or one for llama.cpp. Returns the difference after reading back."""
     cfg = model.cfg
     source = model.source
     family = source.family
@@ -316,8 +305,8 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """The difference of the logits with `params` and the model's own, relative to their size, over
-    two rows of random tokens. Raises ConfigError if it is above `tolerance`."""
+    """The difference of the logits with `params` and the model's own, relative to their size.
+    Raises ConfigError if it is above `tolerance`."""
     cfg = model.cfg
     tokens = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (2, min(32, cfg.max_positions))

@@ -22,10 +22,7 @@ def check_fused(
     has_cutoffs: bool = False,
 ) -> None:
     """Raises ValueError, with the first reason, where the kernels cannot decode this.
-
-    int8: whether the cache holds codes. plain_weights: whether the weights have no adapters and are
-    not quantised. has_cutoffs: whether `generation` cuts tokens off.
-    """
+    plain_weights: without adapters, and not quantised."""
 
     def refuse(is_so: object, reason: str) -> None:
         if is_so:

@@ -41,8 +41,7 @@ class AttentionMeta:
         completion_ids  0 0 | 1 1 | 2 | 0
     """
 
-    # position of a token in its own sequence, from 0
-    positions: jax.Array
+    positions: jax.Array  # position of a token in its own sequence, from 0
     # number of the sequence, or of the group that shares a prompt; 0: padding
     segments: jax.Array
     # number of the completion in its segment; 0: the prompt, which all see. None: none share one

@@ -39,10 +39,8 @@ class DeltaState:
     [4, 16, 3, 384].
     """
 
-    # S, [B, V, key_dim, value_dim], float32
-    memory: jax.Array
-    # what the convolution reads of the last tokens, [B, K, taps - 1, C]
-    inputs: jax.Array
+    memory: jax.Array  # S, [B, V, key_dim, value_dim], float32
+    inputs: jax.Array  # what the convolution reads of the last tokens, [B, K, taps - 1, C]
 
 
 def state_shapes(cfg: Architecture, rows: int, dtype: DTypeLike) -> DeltaState:
@@ -132,8 +130,7 @@ class Rows:
     Example: of 2 rows of 8 tokens and 4 value heads, beta is [2, 8, 4].
     """
 
-    # [B, T, K, C]
-    qkv: jax.Array
+    qkv: jax.Array  # [B, T, K, C]
     # [B, T, V] each: g, and beta
     log_decay: jax.Array
     beta: jax.Array
@@ -157,12 +154,9 @@ class Prompts:
     Example: 2 rows of 8 tokens of prompts and 4 value heads of 16: u is [2, 8, 4, 16].
     """
 
-    # [B, P, V, key_dim], with that decay
-    k: jax.Array
-    # [B, P, V, value_dim]
-    u: jax.Array
-    # [B, P]
-    segments: jax.Array
+    k: jax.Array  # [B, P, V, key_dim], with that decay
+    u: jax.Array  # [B, P, V, value_dim]
+    segments: jax.Array  # [B, P]
 
 
 def _rows(

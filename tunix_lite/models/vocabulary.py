@@ -33,8 +33,7 @@ class HeadSpec:
 
     softcap: float | None
     temperature: float
-    # tokens of the vocabulary in each part
-    share: int
+    share: int  # tokens of the vocabulary in each part
 
 
 def token_scores(

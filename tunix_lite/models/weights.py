@@ -63,15 +63,13 @@ class Weight:
     shape: tuple[int, ...]
     # logical axes, one per dim; parallel.mesh.RULES says which mesh axis divides them
     axes: tuple[str, ...]
-    # initialiser of one layer
-    init: Initializer = fan_in()
+    init: Initializer = fan_in()  # initialiser of one layer
     # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
     dtype: DTypeLike = jnp.float32
     # of each head, the widths of parts that a file has one after the other, each of all heads
     parts: tuple[int, ...] = ()
-    # True: it stays float32 in a frozen base, too
-    is_exact: bool = False
+    is_exact: bool = False  # True: it stays float32 in a frozen base, too
 
     @property
     def is_stacked(self) -> bool:

@@ -1,15 +1,7 @@
-"""What slots keep of their sequences, by layer: keys and values, or the state of a recurrent layer.
-
-Of attention it is one `KV` per layer, head-major, with the token at position p in column p mod C.
-
-C is the whole length in a global layer. In a local layer it is the window, and the cache is a ring:
-a new token overwrites the one that has just left the window. The column of a token depends on its
-sequence alone, so neither the slot nor the time at which a sequence is decoded changes what it
-attends to. The arrays are head-major, and there is one per layer, because a GPU updates this layout
-in place while decoding.
-
-Letters beside those of types.py: C columns of the cache, M prompts read together.
-"""
+"""What slots keep of their sequences, by layer: a `KV`, head-major, or the state of a recurrent
+layer. The token at position p is in column p mod C: C is the whole length in a global layer, the
+window in a local one. Letters beside those of types.py: C columns of the cache, M prompts read
+together."""
 
 from typing import Any
 
@@ -44,8 +36,8 @@ class KV:
 
 
 def _head_copies(num_kv_heads: int, tp: int) -> int:
-    """Counts the copies of each key/value head in the cache: where tp is a multiple of the heads,
-    every shard of tp holds one of its own."""
+    """Counts the copies of each key/value head in the cache: every shard of tp holds one of its
+    own."""
     if tp > num_kv_heads and tp % num_kv_heads == 0:
         return tp // num_kv_heads
     return 1
@@ -64,8 +56,8 @@ def cache_shapes(
     int8: bool,
     tp: int,
 ) -> list[Any]:
-    """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic: a `KV` or
-    a state for each layer; None for one that reads the keys and values of another layer."""
+    """The shapes of a cache of `rows` sequences of up to `length` tokens: a `KV` or a state for
+    each layer; None for one that reads the keys and values of another layer."""
     cache = []
     for layer, kind in enumerate(cfg.kinds):
         if layer in cfg.sources:
@@ -93,8 +85,8 @@ def empty_cache(
     int8: bool,
     rows_axis: str = "batch",
 ) -> list[Any]:
-    """A cache of `rows` sequences of up to `length` tokens, all zeros. rows_axis: the logical axis
-    of its rows, "batch" or "prompts"."""
+    """A cache of `rows` sequences, all zeros. rows_axis: the logical axis of its rows, batch or
+    prompts."""
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -109,18 +101,15 @@ def columns_of(layer: Any) -> int | None:
 
 
 def columns_in_use(tokens: int, length: int) -> int:
-    """Columns for sequences that have up to `tokens` tokens now, and up to `length` in the end: the
-    least of `column_sizes`. Example: columns_in_use(300, 9216) is 1024."""
+    """Columns for sequences of up to `tokens` tokens now and `length` in the end:
+    columns_in_use(300, 9216) is 1024."""
     return min(columns for columns in column_sizes(length) if columns >= tokens)
 
 
 def column_sizes(length: int) -> list[int]:
-    """The columns that a cache may have, the most first: three sizes at most, as programs are
-    compiled for each.
-
-    `length`, the largest power of two that saves a quarter of it, and a quarter of that, or half if
-    that is the least. Example: column_sizes(9216) is [9216, 4096, 1024].
-    """
+    """The columns that a cache may have, the most first, three sizes at most: column_sizes(9216) is
+    [9216, 4096, 1024]."""
+    # Three at most, as programs are compiled for each.
     powers = []
     while 4 * (MIN_COLUMNS << len(powers)) <= 3 * length:
         powers.append(MIN_COLUMNS << len(powers))
@@ -128,8 +117,7 @@ def column_sizes(length: int) -> list[int]:
 
 
 def resize_columns(kv: KV, columns: int) -> KV:
-    """Gives the cache so many columns. Columns are added or dropped at the end, so no sequence may
-    have wrapped around it."""
+    """Gives the cache so many columns; no sequence may have wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
     padding = [(0, 0), (0, 0), (0, more), (0, 0)]
 
@@ -180,8 +168,7 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
 
 
 def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
-    """The cache with one new token per row, in place where the cache is donated. new: as
-    `to_cache_format` makes it, with T = 1."""
+    """The cache with one new token per row. new: as `to_cache_format` makes it, with T = 1."""
     rows_B = jnp.arange(len(positions_B))
     columns_B = positions_B % kv.k.shape[2]
 
@@ -200,10 +187,8 @@ def write_tokens(
     lengths_R: jax.Array,
     counts_R: jax.Array,
 ) -> KV:
-    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
-
-    new: [R, K, W, ...], as `to_cache_format` makes it.
-    """
+    """The cache with the new tokens of rows_R, [R, K, W, ...], at their columns. A ring keeps the
+    last ones."""
     B, _, C = kv.k.shape[:3]
     place_W = jnp.arange(new.k.shape[2])
     count_R1 = counts_R[:, None]
@@ -221,7 +206,7 @@ def write_tokens(
 
 def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
     """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
-    tokens of a longer one."""
+    tokens."""
     if kv.k.shape[2] <= columns:
         return kv
     # Columns that hold no token yet may hold anything: nothing attends to them.
@@ -235,8 +220,8 @@ def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
 
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
-    """Returns the position that each column holds, [B, C], when the newest token has position
-    newest_B. Negative: the column holds no token of this sequence."""
+    """The position that each column holds, [B, C], when the newest token has position newest_B.
+    Negative: none."""
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
@@ -246,8 +231,8 @@ def attended_columns(
     newest_B: jax.Array,
     columns: int,
 ) -> jax.Array:
-    """Returns the columns that the newest token of each row attends to, [B, C] bool, in a layer of
-    this kind."""
+    """The columns that the newest token of each row attends to, [B, C] bool, in a layer of this
+    kind."""
     held_BC = positions_held(newest_B, columns)
     is_held_BC = held_BC >= 0
     if kind == "local":
@@ -256,8 +241,7 @@ def attended_columns(
 
 
 def store_rows(prompts: Any, new: Any, first_row: jax.Array) -> Any:
-    """The prompt cache of a layer with the rows of `new` from `first_row` on. Columns that `new`
-    does not have stay as they are."""
+    """The prompt cache of a layer with the rows of `new` from `first_row` on."""
 
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))

@@ -1,13 +1,6 @@
 """Conversations: a slot keeps its sequence while an environment answers, and goes on from there.
-
-When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot, and
-decoding goes on; nothing is read or tokenised a second time. While the partner thinks, the other
-slots decode.
-
-When answers come is a matter of the clock; what is sampled is not. A token depends on its own
-sequence, and on a random key that follows from its prompt, its generation and the number of tokens
-that the conversation has sampled before.
-"""
+When answers come is a matter of the clock; what is sampled follows from the prompt, the generation
+and the number of tokens sampled before."""
 
 import math
 import time
@@ -34,8 +27,7 @@ from tunix_lite.types import (
 class Partner(Protocol):
     """Answers the turns of a rollout's rows, as environments do."""
 
-    # most turns of a conversation
-    max_turns: int
+    max_turns: int  # most turns of a conversation
     # most tokens of a turn; None: as many as the conversation has left
     max_turn_tokens: int | None
     # prompts of the rows, where environments begin with their own texts; None: the task's
@@ -44,12 +36,11 @@ class Partner(Protocol):
     openings: Sequence[str | None]
 
     def submit(self, row: int, tokens: list[int], ended: bool) -> None:
-        """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut, or
-        ended by another token."""
+        """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut."""
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
         """Answers that have come, by row. wait: at least one. patience: seconds in which others may
-        still come. All processes get the same."""
+        come."""
 
     def close(self) -> None:
         """Closes the partner: all conversations have ended."""
@@ -64,19 +55,15 @@ class Talk:
 
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
-    # the slot that holds it; None: none does
-    slot: int | None = None
+    slot: int | None = None  # the slot that holds it; None: none does
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
     # first token of the turn that is being sampled
     begin: int = 0
     num_sampled: int = 0
-    # whether its partner has yet to answer
-    is_waiting: bool = False
-    # the answer that is to be appended
-    answer: TurnReply | None = None
-    # value of Conversation.ended; "" while the conversation is under way
-    ended: str = ""
+    is_waiting: bool = False  # whether its partner has yet to answer
+    answer: TurnReply | None = None  # the answer that is to be appended
+    ended: str = ""  # value of Conversation.ended; "" while the conversation is under way
 
     @property
     def is_sampling(self) -> bool:
@@ -88,15 +75,10 @@ class Talk:
 class _Patience:
     """Decides how long to wait for answers before a chunk is decoded.
 
-    A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
-    the answer costs the other slots less, if it comes soon. If it does not, the next chunks are
-    decoded at once: 1, 3, 7, and at most 15 of them.
-
     Example: after a chunk of 10 ms, with 3 of 4 slots waiting, Patience().seconds(3, 4) is 0.00375.
     """
 
-    # time of the fastest chunk so far: the first one compiles
-    chunk_seconds: float = math.inf
+    chunk_seconds: float = math.inf  # time of the fastest chunk so far: the first one compiles
     # chunks that are still to be decoded at once, and as how many it was set
     left: int = 0
     most: int = 0
@@ -109,6 +91,8 @@ class _Patience:
 
     def note(self, patience: float, all_came: bool) -> None:
         """Notes whether all answers came within so many seconds."""
+        # A slot whose answer comes just after a chunk has begun stands still for all of it. Where
+        # waiting was in vain, the next 1, 3, 7 and at most 15 chunks are decoded at once.
         if patience:
             self.most = 0 if all_came else min(15, 2 * self.most + 1)
             self.left = self.most
@@ -119,12 +103,10 @@ class _Patience:
 class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
 
-    Example: 16 conversations in 4 slots. Each step of `in_steps` appends answers, gives free slots
-    to others, and decodes a chunk.
+    Example: 16 conversations in 4 slots.
     """
 
     def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
-        """engine: whose slots they take, nothing started."""
         self.engine = engine
         self.partner = partner
         self.talks = [Talk(request) for request in requests]
@@ -184,8 +166,8 @@ class ConversationScheduler:
     # ---- answers
 
     def take_replies(self) -> list[Talk]:
-        """Takes the answers that have come; if no slot has anything to do, it waits for one.
-        Returns the conversations that ended."""
+        """Takes the answers that have come; waits for one if no slot has anything to do. Returns
+        the conversations that ended."""
         if not any(talk.is_waiting for talk in self.talks):
             return []
         held = self.held
@@ -333,10 +315,7 @@ class ConversationScheduler:
 
 
 def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
-    """Tokens that slots decode at a time, at most `chunk`; no more than the longest turns use.
-
-    Example: with chunks of 16, turns of up to 8 tokens take one of 8, of up to 20 two of 10.
-    """
+    """Tokens that slots decode at a time: with chunks of 16, turns of up to 20 take two of 10."""
     if max_turn_tokens is None:
         return chunk
     chunks = -(-max_turn_tokens // chunk)
@@ -350,8 +329,8 @@ def conversation_requests(
     partner: Partner,
     key: jax.Array,
 ) -> list[Request]:
-    """The requests of P * G conversations. Where the generations of a prompt begin alike, they
-    share one reading of it."""
+    """The requests of P * G conversations; generations that begin alike share one reading of the
+    prompt."""
     G = num_generations
     limit = generation.max_new_tokens
     own = partner.prompts or [prompt for prompt in prompts for _ in range(G)]

@@ -36,8 +36,7 @@ USABLE = 0.9
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
 
-    Example: `SamplingMemory(cfg, jnp.bfloat16, GenerationConfig(), RolloutConfig(), 64, ((16, 4),),
-    {"fsdp": 4, "tp": 1}, ShardingConfig().table("rollout")).cache_bytes()`.
+    Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
     """
 
     cfg: Architecture
@@ -45,16 +44,12 @@ class SamplingMemory:
     dtype: DTypeLike
     generation: GenerationConfig
     rollout: RolloutConfig
-    # sequences decoded at once, a multiple of fsdp
-    num_slots: int
+    num_slots: int  # sequences decoded at once, a multiple of fsdp
     # (prompts, completions of each) of the rollouts to come
     rollouts: tuple[tuple[int, int], ...]
-    # sizes by axis name
-    mesh_shape: dict[str, int]
-    # the sharding rules while sampling
-    rules: dict[str, str | None]
-    # whether the devices are CPUs
-    on_cpu: bool = False
+    mesh_shape: dict[str, int]  # sizes by axis name
+    rules: dict[str, str | None]  # the sharding rules while sampling
+    on_cpu: bool = False  # whether the devices are CPUs
 
     @property
     def chunk(self) -> int:
@@ -63,10 +58,8 @@ class SamplingMemory:
 
     @property
     def prompt_cache(self) -> tuple[int, int, int]:
-        """(prompts read together, tokens of the widest, prompts in the prompt cache at most).
-
-        Of the rollouts to come the one with the most counts; zeros if there are none.
-        """
+        """(prompts read together, tokens of the widest, prompts in the prompt cache) of the largest
+        rollout."""
         fsdp = self.mesh_shape["fsdp"]
         caches = []
         for size in self.rollouts:
@@ -141,11 +134,8 @@ def choose_weights(
     num_slots: int,
     rollouts: Sequence[tuple[int, int]],
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why, for these weights on the current mesh.
-
-    What else stays on the devices while sampling, such as the optimizer's state, must be there by
-    now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
-    """
+    """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
+    ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
     memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
     return weights_that_fit(
         memory,
@@ -158,12 +148,8 @@ def choose_weights(
 def weights_that_fit(
     memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
 ) -> tuple[str, str]:
-    """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
-    beside the cache and the waiting prompts.
-
-    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() those that
-    are free on the fullest device. Neither is called where the settings or one device decide.
-    """
+    """gathered where the weights fit beside the cache and the waiting prompts, else sharded; and
+    why."""
     setting = memory.rollout.weights
     if setting != "auto":
         return setting, f"weights {setting}, as rollout.weights says"
@@ -196,8 +182,7 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
 
 
 def free_bytes() -> int:
-    """Memory that is free on this host's fullest device; pretend devices of a CPU share the
-    host's."""
+    """Memory that is free on this host's fullest device."""
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):

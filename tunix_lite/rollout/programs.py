@@ -1,19 +1,7 @@
-"""The compiled programs of sampling, and the arrays that they hand to one another.
-
-prefill      reads a block of prompts, each once, and keeps them in a `PromptCache`
-admit        gives every free slot the next request whose prompt has been read
-append       reads tokens that nobody sampled into slots: an environment's answer, or a completion
-             that continues after an update
-decode       draws `chunk` tokens in every slot, and reports them as a `DecodedChunk`
-save, rewind take back the tokens that slots drew behind a stop text
-
-No program waits for the host: the slots themselves hold which sequences have ended, and how many
-requests they have taken. Every program is a function of this module whose first argument is a
-`SamplerSpec`; `Programs` compiles them.
-
-Letters beside those of types.py: Q requests that may take a slot, R slots that are appended to, W
-new tokens of each, C columns of the cache.
-"""
+"""The compiled programs of sampling, and the arrays that they hand to one another: functions whose
+first argument is a `SamplerSpec`, which `Programs` compiles. Letters beside those of types.py: Q
+requests that may take a slot, R slots that are appended to, W new tokens of each, C columns of the
+cache."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -53,24 +41,16 @@ class SamplerSpec:
 
     cfg: Architecture
     generation: GenerationConfig
-    # tokens that end a completion and are part of it
-    end_ids: tuple[int, ...]
-    # token that slots without a running sequence read
-    pad_id: int
-    # dtype of the computation
-    dtype: DTypeLike
-    # tokens that each slot decodes in one call
-    chunk: int
-    # whether the cache holds int8 codes
-    int8: bool = False
-    # dtype of sums over tp, for decoder.forward
-    tp_reduce_dtype: DTypeLike = jnp.float32
+    end_ids: tuple[int, ...]  # tokens that end a completion and are part of it
+    pad_id: int  # token that slots without a running sequence read
+    dtype: DTypeLike  # dtype of the computation
+    chunk: int  # tokens that each slot decodes in one call
+    int8: bool = False  # whether the cache holds int8 codes
+    tp_reduce_dtype: DTypeLike = jnp.float32  # dtype of sums over tp, for decoder.forward
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    # whether each request has RequestDraws of its own
-    per_request: bool = False
-    # whether kernels of our own decode (tunix_lite/kernels)
-    fused: bool = False
+    per_request: bool = False  # whether each request has RequestDraws of its own
+    fused: bool = False  # whether kernels of our own decode (tunix_lite/kernels)
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
     # whether fused kernels are interpreted, as tests do where there is no GPU
@@ -93,12 +73,10 @@ class PromptCache:
     Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
     """
 
-    # keys and values of up to max_prompt_length columns, one entry per layer
-    cache: list[KV]
+    cache: list[KV]  # keys and values of up to max_prompt_length columns, one entry per layer
     # [M, D] hidden state of the last token: a completion's first token is drawn from it
     hidden: jax.Array
-    # [M] tokens of each prompt
-    lengths: jax.Array
+    lengths: jax.Array  # [M] tokens of each prompt
 
 
 @flax.struct.dataclass
@@ -108,14 +86,10 @@ class RequestDraws:
     Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
     """
 
-    # float32; 0 takes the likeliest token
-    temperature: jax.Array
-    # int32; 0: all tokens
-    top_k: jax.Array
-    # float32; 1: all tokens
-    top_p: jax.Array
-    # float32; 0: all tokens
-    min_p: jax.Array
+    temperature: jax.Array  # float32; 0 takes the likeliest token
+    top_k: jax.Array  # int32; 0: all tokens
+    top_p: jax.Array  # float32; 1: all tokens
+    min_p: jax.Array  # float32; 0: all tokens
 
 
 @flax.struct.dataclass
@@ -125,16 +99,13 @@ class Queue:
     Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
     """
 
-    # row of the prompt in the prompt cache
-    rows: np.ndarray
+    rows: np.ndarray  # row of the prompt in the prompt cache
     # [Q, 2] data of the random key that the prompt's number and the generation are folded into
     key_data: np.ndarray
     prompts: np.ndarray
     generations: np.ndarray
-    # tokens that were drawn before
-    num_drawn: np.ndarray
-    # tokens of the completion, at most; 0: it waits for `append`
-    limits: np.ndarray
+    num_drawn: np.ndarray  # tokens that were drawn before
+    limits: np.ndarray  # tokens of the completion, at most; 0: it waits for `append`
     # None: all requests are drawn as SamplerSpec.generation says
     draws: RequestDraws | None = None
 
@@ -147,46 +118,30 @@ class Slots:
     """
 
     cache: list[KV]
-    # [B, D] of the newest token
-    hidden: jax.Array
-    # [B] number of the request; -1: none yet
-    requests: jax.Array
-    # [B] random keys
-    keys: jax.Array
-    # [B] tokens in the cache, which is the position of the next one
-    lengths: jax.Array
-    # [B] tokens of the completion so far
-    num_drawn: jax.Array
-    # [B] tokens of the completion, at most; 0: the slot waits for `append`
-    limits: jax.Array
-    # [B] bool
-    running: jax.Array
-    # [] requests taken so far
-    num_taken: jax.Array
-    # [B]; None as in Queue
-    draws: RequestDraws | None = None
+    hidden: jax.Array  # [B, D] of the newest token
+    requests: jax.Array  # [B] number of the request; -1: none yet
+    keys: jax.Array  # [B] random keys
+    lengths: jax.Array  # [B] tokens in the cache, which is the position of the next one
+    num_drawn: jax.Array  # [B] tokens of the completion so far
+    limits: jax.Array  # [B] tokens of the completion, at most; 0: the slot waits for `append`
+    running: jax.Array  # [B] bool
+    num_taken: jax.Array  # [] requests taken so far
+    draws: RequestDraws | None = None  # [B]; None as in Queue
 
 
 @flax.struct.dataclass
 class DecodedChunk:
-    """Tokens that one call of decode drew. Every device holds all of it, so that every host can
-    read it.
+    """Tokens that one call of decode drew, whole on every device.
 
     Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]].
     """
 
-    # [chunk, B]; -1: the slot was not running
-    tokens: jax.Array
-    # [chunk, B] under the distribution that was drawn from
-    logprobs: jax.Array
-    # [chunk, B] under softmax(logits / temperature)
-    full_logprobs: jax.Array
-    # [B] number of the request
-    requests: jax.Array
-    # [B] bool, after the chunk
-    running: jax.Array
-    # [] requests taken so far
-    num_taken: jax.Array
+    tokens: jax.Array  # [chunk, B]; -1: the slot was not running
+    logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
+    full_logprobs: jax.Array  # [chunk, B] under softmax(logits / temperature)
+    requests: jax.Array  # [B] number of the request
+    running: jax.Array  # [B] bool, after the chunk
+    num_taken: jax.Array  # [] requests taken so far
     # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
     # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
     top: tuple[jax.Array, jax.Array] | None = None
@@ -207,10 +162,8 @@ class Saved:
 
 
 class Programs:
-    """The programs of one `SamplerSpec`, under jit: the functions below without their first
-    argument. Each compiles when it is first called, for the platform of the current mesh.
-
-    Slots and prompt caches are donated. `compiles` counts how many times each was compiled.
+    """The programs of one `SamplerSpec`, under jit, for the platform of the current mesh. Slots and
+    prompt caches are donated. `compiles` counts how many times each was compiled.
 
     Example: Programs(spec).make_prompt_cache(8).
     """
@@ -262,8 +215,8 @@ def at_home(
     rows_axis: str,
     place: Callable[[Any, tuple[str, ...]], Any] = lambda x, axes: constrain(x, *axes),
 ) -> Any:
-    """A Slots or PromptCache, each array placed on the mesh: from program to program at the
-    same place.
+    """A Slots or PromptCache, each array placed on the mesh, from program to program at the same
+    place.
 
     rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape.
     """
@@ -401,8 +354,7 @@ def admit(
     """Every free slot takes the next request of the queue.
 
     ready: requests whose prompts stand in the prompt cache, []. stopped_B: the requests that the
-    host has ended; a slot is free if its sequence has ended or its request is stopped_B. With
-    spec.holds a sequence that does not run may go on, so the host alone frees a slot.
+    host has ended, whose slots are free. With spec.holds the host alone frees a slot.
     """
     # A slot whose limit is 0 does not run yet: its request waits for `append`.
     is_free_B = (slots.requests < 0) | (slots.requests == stopped_B)
@@ -449,9 +401,8 @@ def decode(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws one token in every slot and reads it, `spec.chunk` times.
 
-    temperature: of all slots; with spec.per_request their own draws count instead. has_cutoffs:
-    whether top_k, top_p and min_p, of the settings or of the draws, cut tokens off. has_top:
-    whether the likeliest tokens are reported.
+    temperature: of all slots, unless spec.per_request. has_cutoffs: top_k, top_p and min_p cut
+    tokens off. has_top: the likeliest tokens are reported.
     """
     cutoffs = None
     if spec.per_request:
@@ -580,10 +531,8 @@ def read_drawn(
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes it.
-
-    It returns what the token attends to and the layer's cache with the token in it.
-    """
+    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes
+    it."""
     cfg = spec.cfg
     newest_B = slots.lengths
     num_columns = {
@@ -614,8 +563,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
 
 
 def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
-    decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
+    """attend_fn(layer, q, k, v, weights, angles) with attend_norms: one kernel a layer."""
     from tunix_lite.kernels.decode_attention import fused_attend
 
     cfg = spec.cfg
@@ -660,17 +608,15 @@ def append(
     counts_R: jax.Array,
     limits_R: jax.Array,
 ) -> Slots:
-    """Appends counts_R tokens to the sequences of slots rows_R.
-
-    A slot decodes on from there, up to limits_R sampled tokens of the whole conversation; with
-    limit 0 it waits for the rest of its tokens. A row beyond the slots, or with count 0, is none.
-    With R = B, rows_R are all slots in order: then nothing is gathered over fsdp.
-    """
+    """Appends counts_R tokens to the sequences of slots rows_R, which decode on up to limits_R
+    sampled tokens; with limit 0 a slot waits for the rest. A row beyond the slots, or with count 0,
+    is none."""
     R, W = tokens_RW.shape
     B = len(slots.lengths)
     is_new_R = counts_R > 0
 
     def read(x: jax.Array) -> jax.Array:
+        # Then rows_R are all slots in order, and nothing is gathered over fsdp.
         if R == B:
             return x
         return jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
@@ -723,10 +669,7 @@ def attend_to_cache_and_new(
     counts_R: jax.Array,
     W: int,
 ) -> Callable:
-    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it.
-
-    It returns what they attend to, and their keys and values in the layout of the cache.
-    """
+    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it."""
     cfg = spec.cfg
     place_W = jnp.arange(W)
     query_RW = lengths_R[:, None] + place_W
@@ -775,8 +718,8 @@ def attend_to_cache_and_new(
 
 
 def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns. Where
-    layers keep a state it is 1, of which none ever is."""
+    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns."""
+    # No token can be taken out of a state again.
     if decoder.has_states(spec.cfg):
         return 1
     kinds = set(spec.cfg.kinds)

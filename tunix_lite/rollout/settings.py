@@ -76,8 +76,7 @@ class GenerationConfig:
 
     @property
     def has_cutoffs(self) -> bool:
-        """Returns whether top_k, top_p or min_p cut tokens off. The best token never is, so at
-        temperature 0 they change nothing."""
+        """Returns whether top_k, top_p or min_p cut tokens off."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def check_fits(self, vocab_size: int) -> None:
@@ -111,8 +110,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of the sampler's memory and speed. An int8 cache changes completions, a little, and
-    so does overlap.
+    """Settings of the sampler's memory and speed.
 
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
     """
@@ -179,12 +177,11 @@ class RolloutConfig:
         return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """Returns how many slots decode so many sequences: `num_slots`, else one for each sequence,
-        up to MAX_SLOTS; rounded up to a multiple of fsdp."""
+        """How many slots decode so many sequences: up to MAX_SLOTS, rounded up to a multiple of
+        fsdp."""
         return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:
-    """The next multiple of fsdp. Another number of slots would not be sharded: every device would
-    hold all of them."""
+    """The next multiple of fsdp; of another number every device would hold all slots."""
     return -(-num_slots // fsdp) * fsdp

@@ -15,18 +15,14 @@ from tunix_lite.serving.tools import CallReader
 
 @dataclass
 class Piece:
-    """The part of a choice that one chunk added.
-
-    Example: Piece("19", [120, 1], ...) with finish_reason "stop".
-    """
+    """The part of a choice that one chunk added."""
 
     text: str
     tokens: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
     finish_reason: str | None = None
-    # calls of tools, as the API writes them
-    calls: list[dict] = field(default_factory=list)
+    calls: list[dict] = field(default_factory=list)  # calls of tools, as the API writes them
 
     def add(self, later: "Piece") -> None:
         self.text += later.text
@@ -38,10 +34,7 @@ class Piece:
 
 
 class ApiChoice:
-    """One completion, as a client sees it: its text without the stop text that ended it.
-
-    Example: choice = ApiChoice(0, tokenizer, ("\\n",)); choice.add(new).text
-    """
+    """One completion, as a client sees it: its text without the stop text that ended it."""
 
     def __init__(
         self,
@@ -107,10 +100,7 @@ class ApiChoice:
 
 @dataclass(frozen=True)
 class ApiAnswer:
-    """The objects of one request.
-
-    Example: ApiAnswer(call, tokenizer).whole(choices)
-    """
+    """The objects of one request."""
 
     call: Call
     tokenizer: Tokenizer
