@@ -68,7 +68,8 @@ def check_export(
     """Checks what `export` would do, before anything is loaded or written. Returns the kind, one of
     KINDS. Raises ConfigError."""
     # kind and dtype against the model
-    kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
+    if kind == "auto":
+        kind = "adapter" if model_has_adapters else "full"
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if kind != "gguf" and (kind == "full") == model_has_adapters:
@@ -155,14 +156,9 @@ def export(
         raise ConfigError(
             f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
-    if (
-        kind in ("full", "gguf")
-        and source.lora is None
-        and model.params["embed"].dtype == jnp.bfloat16
-    ):
-        if kind == "gguf":
-            written = {(gguf_type or _GGUF_TYPE).upper()}
-        else:
+    if source.lora is None and model.params["embed"].dtype == jnp.bfloat16:
+        written = {(gguf_type or _GGUF_TYPE).upper()}
+        if kind == "full":
             written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
             raise ConfigError(
@@ -372,14 +368,21 @@ def _describe(
         parts = model.run.resolve().parts
         begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
         run = "/".join(parts[begin:])
+    # A damaged file is no reason to stop: its content is for the model card alone.
+    try:
+        evaluated = read_object(model.run / "status.json")["eval"]
+        accuracy = {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
+    except (AttributeError, LookupError, OSError, TypeError, ValueError):
+        accuracy = {}
     lora = model.source.lora
+    base = _base_name(model)
     about = {
         "kind": kind,
-        "base": _base_name(model),
+        "base": base,
         "run": run,
         "step": model.step,
         "difference_after_reading_back": difference,
-        "accuracy": _accuracies(model),
+        "accuracy": accuracy,
         "lora": lora
         and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
         "versions": {
@@ -388,57 +391,36 @@ def _describe(
             "python": platform.python_version(),
         },
     }
-    served = f"llama-server -m {out / _GGUF}" if kind == "gguf" else f"vllm serve {out}"
-    if kind == "gguf_adapter":
-        there = is_gguf(Path(about["base"]))
-        base = about["base"] if there else f"{Path(about['base']).name}.gguf"
-        served = f"llama-server -m {base} --lora {out / _GGUF_ADAPTER}"
+    of_llama = base if is_gguf(Path(base)) else f"{Path(base).name}.gguf"
+    served = {
+        "gguf": f"llama-server -m {out / _GGUF}",
+        "gguf_adapter": f"llama-server -m {of_llama} --lora {out / _GGUF_ADAPTER}",
+    }.get(kind, f"vllm serve {out}")
     if kind == "adapter":
         served = (
-            f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
+            f"vllm serve {base} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
         )
-    (folder / "README.md").write_text(
-        _card(about, served.replace(str(out), out.name), out.name)
-    )
+    card = _card(about, served.replace(str(out), out.name), out.name)
+    (folder / "README.md").write_text(card)
     (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
 
 
-def _accuracies(model: LanguageModel) -> dict[str, float]:
-    """The first and the last accuracy on held-out prompts, of the run's status.json."""
-    # A damaged file is no reason to stop: its content is for the model card alone.
-    try:
-        evaluated = read_object(model.run / "status.json")["eval"]
-        return {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
-    except (AttributeError, LookupError, OSError, TypeError, ValueError):
-        return {}
-
-
 def _card(about: dict, served: str, name: str) -> str:
     """The text of README.md, the model card. about: the content of _PROVENANCE."""
-    # The front matter, which the hub reads; a base that is a folder means nothing there.
-    what = {
-        "full": "All weights",
-        "merged": "Adapters merged into their base",
-        "adapter": "LoRA adapters",
-        "gguf": "All weights, with adapters merged if there were any,",
-        "gguf_adapter": "LoRA adapters for llama.cpp",
+    what, library = {
+        "full": ("All weights", "transformers"),
+        "merged": ("Adapters merged into their base", "transformers"),
+        "adapter": ("LoRA adapters", "peft"),
+        "gguf": ("All weights, with adapters merged if there were any,", "gguf"),
+        "gguf_adapter": ("LoRA adapters for llama.cpp", "gguf"),
     }[about["kind"]]
-    library = {"adapter": "peft", "gguf": "gguf", "gguf_adapter": "gguf"}
-    library = library.get(about["kind"], "transformers")
-    front = [f"library_name: {library}"]
+    # The front matter, which the hub reads; a base that is a folder means nothing there.
+    lines = ["---", f"library_name: {library}"]
     if is_hub_name(about["base"]):
-        front += [f"base_model: {about['base'].partition('@')[0]}"]
-    lines = [
-        "---",
-        *front,
-        "tags: [tunix_lite, reinforcement-learning]",
-        "---",
-        "",
-        f"# {name}",
-        "",
-    ]
+        lines += [f"base_model: {about['base'].partition('@')[0]}"]
+    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
 
     # What it is, where it comes from, how good it is, and how to serve it.
     trained = "trained with" if about["run"] else "exported, without training, by"

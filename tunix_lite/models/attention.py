@@ -505,13 +505,12 @@ def choose(
     setting: `training.attention`. Raises ValueError if the one asked for cannot do it,
     CannotCompile if only this machine cannot.
     """
-    if setting == "xla":
-        return "xla", "as training.attention says"
-    native = NATIVE.get(platform)
-    if setting == "auto" and native is None:
+    name = NATIVE.get(platform) if setting == "auto" else setting
+    if name is None:
         return "xla", f"the one for {platform}"
-    name = native if setting == "auto" else setting
-    why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
+    why = None
+    if name != "xla":
+        why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
     if setting != "auto":
         if why is not None:
             raise type(why)(f"attention={setting}: {why}; use auto or xla")

@@ -633,11 +633,6 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VD[tokens_BT]
 
 
-def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, tuple]:
-    # The backward pass reads only the shape and the dtype of the table.
-    return table_VD[tokens_BT], (table_VD, tokens_BT)
-
-
 def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Array, None]:
     table_VD, tokens_BT = residuals
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
@@ -645,7 +640,8 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
     return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+# The backward pass reads only the shape and the dtype of the table.
+_lookup.defvjp(lambda *arrays: (_lookup(*arrays), arrays), _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
@@ -718,9 +714,6 @@ class Products:
         return x_BTD
 
 
-PLAIN = Products()
-
-
 def block(
     x_BTD: jax.Array,
     w: dict[str, Any],
@@ -742,7 +735,9 @@ def block(
     # Feed-forward.
     normed_BTD = norm(x_BTD, w["mlp_norm"], cfg) if cfg.pre_norms else x_BTD
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
-    fed_BTD = gated_mlp(normed_BTD, w, cfg, around.products)
+    hidden_BTF = around.products.gated(normed_BTD, w, cfg.activation)
+    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
+    fed_BTD = constrain(around.products.down(hidden_BTF, w), *_RESIDUAL)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
@@ -838,15 +833,6 @@ def is_local(kind: str) -> bool:
     return kind.removesuffix(READER) == "local"
 
 
-def gated_mlp(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, products: Products = PLAIN
-) -> jax.Array:
-    """The feed-forward of one layer, [B, T, D]: down(activation(gate(x)) * up(x))."""
-    hidden_BTF = products.gated(x_BTD, w, cfg.activation)
-    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    return constrain(products.down(hidden_BTF, w), *_RESIDUAL)
-
-
 def norm(
     x: jax.Array,
     scale: jax.Array | None,
@@ -889,30 +875,26 @@ def rope_angles(
     with Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
     frequency, amplitude = cfg.rope(kind)
     positions_BT11 = positions_BT[..., None, None]
-    sin, cos = _sin_cos(positions_BT11, frequency)
+    if jnp.asarray(frequency).dtype == jnp.float64:
+        sin, cos = jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
+    else:
+        # float32 has no digits for a large angle: at 131,072 radians it is off by 0.008. So the
+        # angle is the nearest quarter of a turn and a rest of at most pi/4, exact by integers.
+        turn = turned(positions_BT11, frequency / (2 * np.pi))
+        quarter = (turn + np.uint32(2**29)) >> 30
+        rest = (turn - (quarter << 30)).astype(jnp.int32) * np.float32(2 * np.pi / 2**32)
+        sin = jnp.sin(rest)
+        cos = jnp.cos(rest)
+        is_odd = quarter % 2 == 1
+        sin, cos = jnp.where(is_odd, cos, sin), jnp.where(is_odd, sin, cos)
+        is_left = (quarter == 1) | (quarter == 2)
+        sin, cos = jnp.where(quarter >= 2, -sin, sin), jnp.where(is_left, -cos, cos)
     if amplitude != 1:
         sin, cos = sin * amplitude, cos * amplitude
     if cfg.yarn is not None and cfg.yarn.query_growth:
         times = positions_BT11 // cfg.yarn.original_positions
         return sin, cos, 1 + cfg.yarn.query_growth * jnp.log1p(times.astype(sin.dtype))
     return sin, cos
-
-
-def _sin_cos(positions_BT11: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    if jnp.asarray(frequency).dtype == jnp.float64:
-        return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
-
-    # float32 has no digits for a large angle: at 131,072 radians it is off by 0.008. So the angle
-    # is the nearest quarter of a turn and a rest of at most pi/4, exact by integers.
-    turn = turned(positions_BT11, frequency / (2 * np.pi))
-    quarter = (turn + np.uint32(2**29)) >> 30
-    rest = (turn - (quarter << 30)).astype(jnp.int32) * np.float32(2 * np.pi / 2**32)
-    sin = jnp.sin(rest)
-    cos = jnp.cos(rest)
-    is_odd = quarter % 2 == 1
-    sin, cos = jnp.where(is_odd, cos, sin), jnp.where(is_odd, sin, cos)
-    is_left = (quarter == 1) | (quarter == 2)
-    return jnp.where(quarter >= 2, -sin, sin), jnp.where(is_left, -cos, cos)
 
 
 def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:

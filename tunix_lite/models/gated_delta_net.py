@@ -385,16 +385,11 @@ def _inverse(below: jax.Array) -> jax.Array:
     return blocks.squeeze(-3)
 
 
-def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = _inverse(below)
-    return inverse, inverse
-
-
 def _inverse_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     across = _einsum("...ji,...jk->...ik", inverse, cotangent)
     return (-_einsum("...ij,...kj->...ik", across, inverse),)
 
 
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+_inverse.defvjp(lambda below: (_inverse(below),) * 2, _inverse_backward)
 
 GATED_DELTA_NET = LayerKind(delta_weights, mix, state_shapes)

@@ -81,16 +81,6 @@ def _product(
     return jax.lax.platform_dependent(x, y, cpu=rounded, default=converted)
 
 
-def _product_forward(
-    multiply: Callable[..., jax.Array],
-    by_conversion: bool,
-    sum_dtype: jnp.dtype,
-    x: jax.Array,
-    y: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(multiply, by_conversion, sum_dtype, x, y), (x, y)
-
-
 def _product_backward(
     multiply: Callable[..., jax.Array],
     by_conversion: bool,
@@ -102,4 +92,4 @@ def _product_backward(
     return pull_back(cotangent)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda *arguments: (_product(*arguments), arguments[3:]), _product_backward)

@@ -416,18 +416,14 @@ class Tokenizer:
                 continue
             name = self._special_tokens[token].content
             # An unknown character gives the unknown token, too, and does not spell it.
-            if token in self._unknown and name not in renamed[start:end]:
+            unknown = self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids
+            if token in unknown and name not in renamed[start:end]:
                 continue
             raise ValueError(
                 f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
                 "holds it"
             )
         return self._in_table([ids.get(token, token) for token in encoded.ids])
-
-    @cached_property
-    def _unknown(self) -> set[int]:
-        """Returns the ids that the tokenizer gives for a character that it does not know."""
-        return set(self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:

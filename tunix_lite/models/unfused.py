@@ -30,11 +30,9 @@ def with_unfused_cotangent(x: jax.Array) -> jax.Array:
     return x
 
 
-def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (unfused_on_cpu(cotangent),)
-
-
-with_unfused_cotangent.defvjp(lambda x: (x, None), _backward)
+with_unfused_cotangent.defvjp(
+    lambda x: (x, None), lambda _, cotangent: (unfused_on_cpu(cotangent),)
+)
 
 
 @jax.jit
@@ -52,12 +50,6 @@ def matmul(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.matmul(rows, matrix)
 
 
-def _matmul_forward(
-    rows: jax.Array, matrix: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.matmul(rows, matrix), (rows, matrix)
-
-
 def _matmul_backward(
     residuals: tuple[jax.Array, jax.Array],
     cotangent: jax.Array,
@@ -72,7 +64,7 @@ def _matmul_backward(
     return jnp.matmul(cotangent, matrix.T), of_matrix
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda *arrays: (jnp.matmul(*arrays), arrays), _matmul_backward)
 
 
 def _summed_on_cpu(rows: jax.Array, cotangent: jax.Array) -> jax.Array:

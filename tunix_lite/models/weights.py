@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -251,7 +251,7 @@ def project(
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
         return added(project(x, weight.base, inputs, sum_dtype), scaled)
     if isinstance(weight, ComputeCopy):
-        info = _GradientInfo(weight.axes, inputs, weight.master.dtype)
+        info = (weight.axes, inputs, weight.master.dtype)
         out = project(x, weight.value, inputs, sum_dtype)
         return _with_gradient_to_master(info, out, x, weight.master)
 
@@ -314,17 +314,10 @@ def for_compute(
     return ComputeCopy(value, master, weight.axes)
 
 
-class _GradientInfo(NamedTuple):
-    """Facts about a weight's gradient that are known while compiling."""
-
-    axes: tuple[str, ...]  # axes of the weight
-    inputs: int
-    dtype: DTypeLike
-
-
+# info: the axes of the weight, how many dims are inputs, and the dtype of its gradient
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient_to_master(
-    info: _GradientInfo,
+    info: tuple[tuple[str, ...], int, DTypeLike],
     out: jax.Array,
     x: jax.Array,
     master: jax.Array,
@@ -334,30 +327,22 @@ def _with_gradient_to_master(
     return out
 
 
-def _forward_to_master(
-    info: _GradientInfo,
-    out: jax.Array,
-    x: jax.Array,
-    master: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    return out, x
-
-
 def _backward_to_master(
-    info: _GradientInfo,
+    info: tuple[tuple[str, ...], int, DTypeLike],
     x: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, None, jax.Array]:
-    shape = x.shape[x.ndim - info.inputs :] + cotangent.shape[x.ndim - info.inputs :]
-    rows = x.reshape(-1, np.prod(shape[: info.inputs]))
+    axes, inputs, dtype = info
+    shape = x.shape[x.ndim - inputs :] + cotangent.shape[x.ndim - inputs :]
+    rows = x.reshape(-1, np.prod(shape[:inputs]))
     cotangent_rows = cotangent.reshape(len(rows), -1)
     gradient = jax.lax.dot_general(
-        rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=info.dtype
+        rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=dtype
     )
-    return cotangent, None, constrain_gradient(gradient.reshape(shape), info.axes)
+    return cotangent, None, constrain_gradient(gradient.reshape(shape), axes)
 
 
-_with_gradient_to_master.defvjp(_forward_to_master, _backward_to_master)
+_with_gradient_to_master.defvjp(lambda _, out, x, master: (out, x), _backward_to_master)
 
 
 def adapter_pair(

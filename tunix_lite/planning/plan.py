@@ -36,7 +36,7 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "append", "save", "rewind")
+SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -216,10 +216,6 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    # What a stop text may bring back stays beside the slots for a chunk.
-    if "save" in done:
-        added["decode"] += done["save"].output_bytes
-        added["rewind"] += done["rewind"].argument_bytes - cache
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,

@@ -211,17 +211,13 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         return made()[0].append.lower(slots(), made()[1], *call)
 
     def rewind() -> jax.stages.Lowered:
-        programs, _ = made()
-        kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
-        saved = programs.save.lower(slots()).out_info
-        unplaced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved)
-        return programs.rewind.lower(slots(), unplaced, kept)
+        lost = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
+        return made()[0].rewind.lower(slots(), lost)
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
     if resolved.converses and resolved.run.generation.stop:
-        programs["save"] = lambda: made()[0].save.lower(slots())
         programs["rewind"] = rewind
     return programs
 

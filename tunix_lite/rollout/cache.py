@@ -43,9 +43,10 @@ def _head_copies(num_kv_heads: int, tp: int) -> int:
     return 1
 
 
-def num_columns(cfg: Architecture, kind: str, length: int) -> int:
-    """C for sequences of up to `length` tokens in a layer of this kind."""
-    return min(cfg.window, length) if kind == "local" else length
+def num_columns(cfg: Architecture, kind: str, length: int, spare: int = 0) -> int:
+    """C for sequences of up to `length` tokens in a layer of this kind. spare: so many of the last
+    tokens can be taken back, as they have overwritten none of the window before them."""
+    return min(cfg.window + spare, length) if kind == "local" else length
 
 
 def cache_shapes(
@@ -55,6 +56,7 @@ def cache_shapes(
     dtype: DTypeLike,
     int8: bool,
     tp: int,
+    spare: int = 0,
 ) -> list[Any]:
     """The shapes of a cache of `rows` sequences of up to `length` tokens: a `KV` or a state for
     each layer; None for one that reads the keys and values of another layer."""
@@ -67,7 +69,7 @@ def cache_shapes(
         if state_shapes is not None:
             cache.append(state_shapes(cfg, rows, dtype))
             continue
-        columns = num_columns(cfg, kind, length)
+        columns = num_columns(cfg, kind, length, spare)
         heads, head_dim = cfg.kv_shape(kind)
         shape = (rows, heads * _head_copies(heads, tp), columns)
         stored_dtype = jnp.int8 if int8 else dtype
@@ -84,10 +86,11 @@ def empty_cache(
     dtype: DTypeLike,
     int8: bool,
     rows_axis: str = "batch",
+    spare: int = 0,
 ) -> list[Any]:
     """A cache of `rows` sequences, all zeros. rows_axis: the logical axis of its rows, batch or
     prompts."""
-    shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
+    shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"), spare)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
         return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
@@ -211,12 +214,11 @@ def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
         return kv
     # Columns that hold no token yet may hold anything: nothing attends to them.
     index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
-    return jax.tree.map(lambda x: take_columns(x, index_BC), kv)
 
+    def put(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
 
-def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
-    """Columns index_BC of an array [B, K, C, ...], in each row its own."""
-    return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
+    return jax.tree.map(put, kv)
 
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:

@@ -237,8 +237,6 @@ class ConversationScheduler:
     def decode(self) -> None:
         """Decodes a chunk, and sends the turns that have ended to the partner."""
         engine = self.engine
-        programs = engine.programs
-        saved = programs.save(engine.slots) if engine.criteria.texts else None
         began = time.perf_counter()
         engine.decode()
         chunk = engine.read_chunk()
@@ -247,8 +245,8 @@ class ConversationScheduler:
         engine.chunks_absorbed += 1
         now = engine.elapsed()
 
-        # each slot's tokens of the chunk up to a stop text; -1 without a stop text
-        num_kept = np.full(engine.num_slots, -1, np.int32)
+        # each slot's tokens of the chunk behind a stop text; -1 without a stop text
+        num_lost = np.full(engine.num_slots, -1, np.int32)
         self.slots_held += len(self.held)
         for talk in self.held:
             if not talk.is_sampling:
@@ -259,7 +257,7 @@ class ConversationScheduler:
             talk.num_sampled += request.num_new
             request.began = now if request.began is None else request.began
             if end is not None:
-                num_kept[talk.slot] = end
+                num_lost[talk.slot] = (chunk.tokens[:, talk.slot] >= 0).sum() - end
             if end is not None or not chunk.running[talk.slot]:
                 # Its turn has ended.
                 tokens = request.tokens[talk.begin :]
@@ -267,8 +265,8 @@ class ConversationScheduler:
                 talk.is_waiting = True
                 ended = engine.criteria.tokens.get(tokens[-1]) == "eos"
                 self.partner.submit(request.row, tokens, ended)
-        if (num_kept >= 0).any():
-            engine.slots = programs.rewind(engine.slots, saved, num_kept)
+        if (num_lost >= 0).any():
+            engine.slots = engine.programs.rewind(engine.slots, num_lost)
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""

@@ -413,7 +413,7 @@ def compile_rollout(engine: Engine) -> Slots:
     for slots in every:
         for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
             for columns in sizes:
-                wanted = kv_cache.num_columns(spec.cfg, kind, columns)
+                wanted = spec.num_columns(kind, columns)
                 if kv_cache.columns_of(kv) not in (None, wanted):
                     results(programs.resize_layer, kv, wanted)
     return every[sizes.index(length)]
@@ -441,6 +441,6 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
 
 def compile_rewind(engine: Engine, slots: Slots) -> None:
     """Compiles the program that takes back tokens behind a stop text."""
-    num_kept = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    saved = results(engine.programs.save, slots)
-    results(engine.programs.rewind, slots, saved, num_kept)
+    results(
+        engine.programs.rewind, slots, jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+    )

@@ -61,6 +61,15 @@ class SamplerSpec:
         """Tokens of the longest prompt with its longest completion."""
         return self.generation.max_prompt_length + self.generation.max_new_tokens
 
+    @property
+    def spare_columns(self) -> int:
+        """Columns of a ring for tokens behind a stop text, which are taken back."""
+        return self.chunk if self.holds and self.generation.stop else 0
+
+    def num_columns(self, kind: str, length: int) -> int:
+        """Columns of a layer of this kind for sequences of up to `length` tokens."""
+        return kv_cache.num_columns(self.cfg, kind, length, self.spare_columns)
+
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
         return bool(self.generation.has_cutoffs and temperature > 0)
@@ -147,20 +156,6 @@ class DecodedChunk:
     top: tuple[jax.Array, jax.Array] | None = None
 
 
-@flax.struct.dataclass
-class Saved:
-    """Slot state to restore when a stop text ends inside the chunk.
-
-    Example: save(spec, slots), before `decode` takes the slots.
-    """
-
-    # [B, K, T, ...] of each local layer with keys and values; None for another one
-    columns: list[KV | None]
-    # [B] as of Slots
-    lengths: jax.Array
-    num_drawn: jax.Array
-
-
 class Programs:
     """The programs of one `SamplerSpec`, under jit, for the platform of the current mesh. Slots and
     prompt caches are donated. `compiles` counts how many times each was compiled.
@@ -183,7 +178,6 @@ class Programs:
             static_argnums=(3, 4),
             donate_argnums=0,
         )
-        self.save = self._jit(save)
         self.rewind = self._jit(rewind, donate_argnums=0)
 
     def _jit(self, function: Callable, **options: Any) -> Callable:
@@ -201,7 +195,7 @@ class Programs:
         """The slots with a cache for sequences of up to `columns` tokens."""
         # One layer after the other, so that no device ever holds two whole caches.
         for layer, kind in enumerate(self.spec.cfg.kinds):
-            wanted = kv_cache.num_columns(self.spec.cfg, kind, columns)
+            wanted = self.spec.num_columns(kind, columns)
             if kv_cache.columns_of(slots.cache[layer]) not in (None, wanted):
                 slots.cache[layer] = self.resize_layer(slots.cache[layer], wanted)
         return slots
@@ -247,11 +241,16 @@ def _where_rows(
     return jnp.where(is_row_B.reshape(-1, *further_dims), new, old)
 
 
+def _empty_cache(spec: SamplerSpec, rows: int, length: int, rows_axis: str) -> list[Any]:
+    how = (spec.dtype, spec.int8, rows_axis, spec.spare_columns)
+    return kv_cache.empty_cache(spec.cfg, rows, length, *how)
+
+
 def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
     """Room for `rows` prompts, empty."""
     longest = spec.generation.max_prompt_length
     empty = PromptCache(
-        cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
+        cache=_empty_cache(spec, rows, longest, "prompts"),
         hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
         lengths=jnp.zeros(rows, jnp.int32),
     )
@@ -263,7 +262,7 @@ def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) ->
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
     empty = Slots(
-        cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
+        cache=_empty_cache(spec, num_slots, columns, "batch"),
         hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
         requests=zeros - 1,
         keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
@@ -718,61 +717,19 @@ def attend_to_cache_and_new(
 
 
 def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns."""
+    """Tokens of a chunk, at most, where a stop text may end a turn within it."""
     # No token can be taken out of a state again.
-    if decoder.has_states(spec.cfg):
-        return 1
-    kinds = set(spec.cfg.kinds)
-    columns = (kv_cache.num_columns(spec.cfg, kind, spec.max_length) for kind in kinds)
-    return min(spec.chunk, *columns)
+    return 1 if decoder.has_states(spec.cfg) else spec.chunk
 
 
-def save(spec: SamplerSpec, slots: Slots) -> Saved:
-    """Saves the slot state that the next chunk may overwrite."""
-
-    def of_layer(kind: str, kv: KV | None) -> KV | None:
-        if kind != "local" or kv is None:
-            return None
-        index_BT = _next_columns(spec, slots.lengths, kv)
-        return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)
-
-    columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
-    # Copies, as the slots themselves are donated to the chunk.
-    saved = Saved(columns, slots.lengths, slots.num_drawn)
-    return jax.tree.map(jnp.copy, saved)
-
-
-def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
-    """The columns that the next chunk writes, [B, T]."""
-    return (lengths_B[:, None] + jnp.arange(spec.chunk)) % kv.k.shape[2]
-
-
-def rewind(spec: SamplerSpec, slots: Slots, saved: Saved, kept_B: jax.Array) -> Slots:
-    """The slots after a chunk of which kept_B tokens stay, -1: as it is. The slots that lose tokens
-    do not run, and wait for an answer."""
-    is_back_B = kept_B >= 0
-    place_T = jnp.arange(spec.chunk)
-    is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
-    rows_B1 = jnp.arange(len(kept_B))[:, None]
-    chosen = partial(_where_rows, is_back_B)
-
-    def restored(kv: KV, old: KV | None) -> KV:
-        if old is None:
-            return kv
-        # What stays as it is goes to a column that does not exist.
-        nowhere_T = kv.k.shape[2] + place_T
-        target_BT = jnp.where(is_lost_BT, _next_columns(spec, saved.lengths, kv), nowhere_T)
-
-        def put(now: jax.Array, before: jax.Array) -> jax.Array:
-            here = now.at[rows_B1, :, target_BT]
-            return kv_cache.constrain_kv(here.set(before.swapaxes(1, 2), mode="drop"))
-
-        return jax.tree.map(put, kv, old)
-
+def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
+    """The slots without the last lost_B tokens of the chunk, which then wait for an answer; -1: as
+    they are."""
+    del spec
+    num_lost_B = jnp.maximum(lost_B, 0)
     back = slots.replace(
-        cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
-        lengths=chosen(saved.lengths + kept_B, slots.lengths),
-        num_drawn=chosen(saved.num_drawn + kept_B, slots.num_drawn),
-        running=slots.running & ~is_back_B,
+        lengths=slots.lengths - num_lost_B,
+        num_drawn=slots.num_drawn - num_lost_B,
+        running=slots.running & (lost_B < 0),
     )
     return at_home(back, "batch")
