@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, layer_by_layer
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls, empty_queue
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
@@ -26,7 +26,7 @@ class OnDevices:
 
     def __init__(self, cfg, params, **changes):
         self.programs = Programs(spec_of(cfg, **changes))
-        self.weights = decoder.per_layer_params(params, cfg, jnp.float32)
+        self.weights = layer_by_layer.per_layer_params(params, cfg, jnp.float32)
         self.tokens = ragged_prompts(4, width=WIDTH)
         padded = np.zeros((4, WIDTH), np.int32)
         for row, prompt in enumerate(self.tokens):

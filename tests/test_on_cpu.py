@@ -11,7 +11,7 @@ import pytest
 from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.learner import update as learner_update
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, layer_by_layer
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.models.weights import is_weight
@@ -63,7 +63,7 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, family,
 
     @partial(jax.jit, static_argnums=1)
     def hidden(params, on_cpu):
-        layers = decoder.per_layer_params(params, cfg, jnp.float32, on_cpu)
+        layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu)
         assert ("qkv" in layers["layers"][0]) == on_cpu != ("q" in layers["layers"][0])
 
         def attend(layer, *qkv):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, rope
 from tunix_lite.models.architecture import Architecture, RopeScaling
 
 # No layer has a window here: "local" layers have one that is longer than every row.
@@ -43,7 +43,7 @@ def frequencies(cfg: Architecture, kind: str) -> np.ndarray:
 def test_sine_and_cosine_are_exact_to_float32_at_every_position(cfg, kind):
     """To a last place of 1 (2^-23): a product of float32 is off by 0.0002 at 4,096 and by 0.008 at 131,072."""
     positions = np.r_[0:70_000, 131_000:131_073, 2**20, 2**26 - 1].astype(np.int32)[None]
-    found = jax.jit(partial(decoder.rope_angles, cfg, kind=kind))(positions)
+    found = jax.jit(partial(rope.rope_angles, cfg, kind=kind))(positions)
     angle = positions[..., None, None].astype(np.float64) * frequencies(cfg, kind)
     for got, wanted in zip(found, (np.sin(angle), np.cos(angle))):
         assert got.dtype == jnp.float32

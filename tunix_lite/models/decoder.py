@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from tunix_lite.files.imports import import_named
@@ -25,27 +23,21 @@ from tunix_lite.models.architecture import READER, Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
+from tunix_lite.models.rope import ROTATED, rope, rope_angles_by_kind
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
-    Leaf,
-    Lora,
-    Transposed,
     Weight,
-    are_quantized,
-    dense,
     fan_in,
     for_compute,
-    is_quantized,
     is_weight,
     ones,
     project,
     stacked,
     unstacked,
-    without_adapters,
     zeros,
 )
-from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, move
 from tunix_lite.types import Params
 
 _EMBED_INIT = jax.nn.initializers.normal(0.02)
@@ -192,101 +184,6 @@ def copy_to_score(
 
     dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
     return jax.tree.map(copy, params, dtypes)
-
-
-def per_layer_params(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    on_cpu: bool = False,
-) -> Params:
-    """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
-    runs on.
-
-    on_cpu: the matrices are `Transposed`, with their adapters merged, and q, k and v are one,
-    `qkv`.
-    """
-
-    def cast(leaf: Leaf) -> Leaf:
-        return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
-
-    tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
-    if on_cpu:
-        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
-            # One product in place of three, which costs a CPU the most where it has few rows.
-            w |= {name: dense(x, 1, dtype) for name, x in w.items() if isinstance(x, Lora)}
-            matrices = _matrices(cfg, kind)
-            if _are_joined(cfg, kind):
-                w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
-            for name, (_, inputs) in matrices.items():
-                inputs_last = jnp.moveaxis(w[name], range(inputs), range(-inputs, 0))
-                w[name] = Transposed(inputs_last)
-    return tree
-
-
-def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
-    """The matrices of a layer, q, k and v perhaps joined: how many dims they have, and how many are
-    inputs."""
-    declared = layer_weights(cfg, kind)
-    matrices = {name: (len(w.shape), w.inputs) for name, w in declared.items() if w.inputs}
-    if _are_joined(cfg, kind):
-        matrices["qkv"], *_ = [matrices.pop(name) for name in "qkv"]
-    return matrices
-
-
-def _are_joined(cfg: Architecture, kind: str) -> bool:
-    """Whether a CPU takes q, k and v as one matrix: their heads have one width."""
-    widths = [w.shape[-1] for name, w in layer_weights(cfg, kind).items() if name in "qkv"]
-    return len(widths) == 3 and len({*widths}) == 1 and kind in ATTENTION
-
-
-def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False) -> Any:
-    """The shardings of the result of `per_layer_params`, given those of the parameters."""
-
-    def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
-        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-
-    tree = by_layer(shardings, cfg, of_layer)
-    if on_cpu:
-        # Outside of layers, adapters stay beside their base.
-        tree["layers"] = without_adapters(tree["layers"])
-        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
-            matrices = _matrices(cfg, kind)
-            if _are_joined(cfg, kind):
-                w["qkv"], *_ = [w.pop(name) for name in "qkv"]
-            for name, (dims, inputs) in matrices.items():
-                axes = (*w[name].spec, *[None] * dims)[:dims]
-                spec = P(*axes[inputs:], *axes[:inputs])
-                w[name] = Transposed(NamedSharding(w[name].mesh, spec))
-    return tree
-
-
-def are_for_cpu(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """True if sampling on this mesh takes its weights as a CPU likes them (`per_layer_params`)."""
-    # On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
-    # take longer than one. Where values are rounded, they stay as the trainer computes them.
-    axis = current_rules()["heads"]
-    are_whole = axis is None or mesh.shape[axis] == 1
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return on_cpu and are_whole and not is_rounded(dtype) and not are_quantized(params)
-
-
-def by_layer(
-    tree: dict,
-    cfg: Architecture,
-    of_layer: Callable[[Any, int], Any],
-) -> dict:
-    """The tree with `layers` as a list. of_layer(leaf, i): the part of layer i of a stack."""
-    layers = []
-    counts = Counter()
-    for stack in stack_of_layers(cfg):
-        # Adapters may be those of some stacks only, or of none.
-        of_stack = tree.get("layers", {})
-        of_stack = of_stack if stack is None else of_stack.get(stack, {})
-        i = counts[stack]
-        layers.append(jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), of_stack))
-        counts[stack] += 1
-    return tree | {"layers": layers}
 
 
 # ---- whole rows
@@ -816,7 +713,6 @@ def attention_part(
 
 # Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated
 # one sees them without rotary positions.
-ROTATED = {"local", "global"}
 ATTENTION = ROTATED | {"unrotated"}
 LAYER_KINDS = {
     kind + end: LayerKind(partial(attention_weights, kind=kind + end), attention_part)
@@ -855,71 +751,3 @@ def _norm_heads(x_BTNH: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.A
         return norm(x_BTNH, scale, cfg)
     flat = x_BTNH.reshape(*x_BTNH.shape[:-2], -1)
     return norm(flat, scale, cfg).reshape(x_BTNH.shape)
-
-
-# ---- rotary positions
-
-
-def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str, Angles]:
-    """`rope_angles`, by kind of attention. Layers of other kinds may read those of global ones."""
-    kinds = dict.fromkeys(kind if kind in ROTATED else "global" for kind in cfg.pattern)
-    return {kind: rope_angles(cfg, positions_BT, kind) for kind in kinds}
-
-
-def rope_angles(
-    cfg: Architecture,
-    positions_BT: jax.Array,
-    kind: str,
-) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, elements of a head that turn / 2] each, float32;
-    with Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
-    frequency, amplitude = cfg.rope(kind)
-    positions_BT11 = positions_BT[..., None, None]
-    if jnp.asarray(frequency).dtype == jnp.float64:
-        sin, cos = jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
-    else:
-        # float32 has no digits for a large angle: at 131,072 radians it is off by 0.008. So the
-        # angle is the nearest quarter of a turn and a rest of at most pi/4, exact by integers.
-        turn = turned(positions_BT11, frequency / (2 * np.pi))
-        quarter = (turn + np.uint32(2**29)) >> 30
-        rest = (turn - (quarter << 30)).astype(jnp.int32) * np.float32(2 * np.pi / 2**32)
-        sin = jnp.sin(rest)
-        cos = jnp.cos(rest)
-        is_odd = quarter % 2 == 1
-        sin, cos = jnp.where(is_odd, cos, sin), jnp.where(is_odd, sin, cos)
-        is_left = (quarter == 1) | (quarter == 2)
-        sin, cos = jnp.where(quarter >= 2, -sin, sin), jnp.where(is_left, -cos, cos)
-    if amplitude != 1:
-        sin, cos = sin * amplitude, cos * amplitude
-    if cfg.yarn is not None and cfg.yarn.query_growth:
-        times = positions_BT11 // cfg.yarn.original_positions
-        return sin, cos, 1 + cfg.yarn.query_growth * jnp.log1p(times.astype(sin.dtype))
-    return sin, cos
-
-
-def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
-    """positions * turns without the whole turns, in 2^-32 of a turn, uint32. turns: float64."""
-    # The turns of one token with 64 bits after the point, in two words. uint32 drops what is above
-    # its 32 bits: whole turns.
-    scaled = turns % 1 * 2.0**32
-    high = scaled.astype(np.uint32)
-    low = (scaled % 1 * 2.0**32).astype(np.uint32)
-    count = positions.astype(jnp.uint32)
-    # What count * low carries into the word above, by halves of words, as no type has 64 bits. The
-    # lowest of the four products is left out: it is less than one unit.
-    count_high = count >> 16
-    count_low = count & 0xFFFF
-    carried = (count_low * (low >> 16) >> 16) + (count_high * (low & 0xFFFF) >> 16)
-    return count * high + count_high * (low >> 16) + carried
-
-
-def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """x with rotary positions: i and i + half of the first elements of a head turn together."""
-    sin, cos = angles
-    num_turned = 2 * sin.shape[-1]
-    if num_turned < x_BTNH.shape[-1]:
-        x_BTNH, rest = jnp.split(x_BTNH, [num_turned], axis=-1)
-        return jnp.concatenate([rope(x_BTNH, angles), rest], axis=-1)
-    first, second = jnp.split(wide(x_BTNH), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return stored(turned, x_BTNH.dtype)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.learner.policy import scoring_program
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
@@ -248,12 +248,12 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         )
 
     # The weights by layer, whole over fsdp if they are gathered.
-    on_cpu = decoder.are_for_cpu(acting, resolved.dtype, mesh)
+    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
     by_layer = partial(
-        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
+        layer_by_layer.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
     )
     shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, on_cpu)
+    shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
     return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)

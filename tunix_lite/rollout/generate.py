@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.kernels.choice import check_fused
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
@@ -355,11 +355,15 @@ def make_prepare(
         leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
-            on_cpu = may_join and decoder.are_for_cpu(params, dtype, current_mesh())
-            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, on_cpu)
+            on_cpu = may_join and layer_by_layer.are_for_cpu(params, dtype, current_mesh())
+            shardings = layer_by_layer.per_layer_shardings(
+                treedef.unflatten(leaves), cfg, on_cpu
+            )
             if gather:
                 shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)
+            per_layer = partial(
+                layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu
+            )
             compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 

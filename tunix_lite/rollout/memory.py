@@ -12,7 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import (
     AXES,
@@ -172,8 +172,12 @@ def weights_that_fit(
 
 def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
     """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
-    shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
-    shardings = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
+    shapes = jax.eval_shape(
+        partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params
+    )
+    shardings = layer_by_layer.per_layer_shardings(
+        jax.tree.map(lambda x: x.sharding, params), cfg
+    )
 
     def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
         return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize

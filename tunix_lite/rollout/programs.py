@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import attention, decoder, rounding
+from tunix_lite.models import attention, decoder, rope, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
@@ -420,7 +420,7 @@ def decode(
     if spec.on_cpu:
         step_T1 = jnp.arange(spec.chunk)[:, None]
         positions_TB = slots.lengths + step_T1
-        angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
+        angles = rope.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
         if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
             noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
             noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
