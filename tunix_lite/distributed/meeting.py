@@ -43,7 +43,7 @@ class NotMet(ValueError):
     """A process did not come, or the port is taken. Settings are not at fault; try again."""
 
 
-class Waiting:
+class _Waiting:
     """A time limit, and a line now and then that says what we wait for and how long."""
 
     def __init__(self, seconds: float, say: Callable[[str], None]):
@@ -77,7 +77,7 @@ def meet(
     standard error. Raises, on all processes, NotMet if one is missing or the port is taken, and
     ValueError if their reports differ.
     """
-    waiting = Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
+    waiting = _Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
     host, _, port = place.coordinator.rpartition(":")
     host = host.strip("[]")
     if place.process_id > 0:
@@ -110,7 +110,7 @@ def meet(
 
 
 def _call_roll(
-    server: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: Waiting
+    server: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: _Waiting
 ) -> Agreement:
     """Waits until all are there, one of them is wrong, or the time is up; then answers all."""
     server.settimeout(_ACCEPT_SECONDS)
@@ -232,7 +232,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _report(
-    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: Waiting
+    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: _Waiting
 ) -> Agreement:
     """Reports to process 0, as all others do, and takes its answer."""
     me = place.process_id

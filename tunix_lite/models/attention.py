@@ -312,7 +312,7 @@ def cudnn(
     ) -> jax.Array:
         mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
         # Without a division of the batch, a vmap over its shards is around us (micro_batches).
-        kernel = flash_attention if current_rules()["batch"] else _flash_attention_under_vmap
+        kernel = _flash_attention if current_rules()["batch"] else _flash_attention_under_vmap
         k_BSKH = _repeat_heads_for_tp(k_BSKH)
         v_BSKH = _repeat_heads_for_tp(v_BSKH)
         return kernel(cfg.query_scale**-0.5, q_BTNH, k_BSKH, v_BSKH, mask_BTS)
@@ -332,7 +332,7 @@ def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
     return constrain(x_BSKH, "batch", "seq", "heads", "head_dim")
 
 
-def flash_attention(
+def _flash_attention(
     scale: float,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -354,11 +354,11 @@ def _flash_attention_under_vmap(
     v_BSKH: jax.Array,
     mask_BTS: jax.Array,
 ) -> jax.Array:
-    """`flash_attention` where a vmap computes each shard of the batch separately
+    """`_flash_attention` where a vmap computes each shard of the batch separately
     (micro_batches)."""
     # JAX's batching rule of the kernel takes no mask that heads share, so the rows of all shards
     # become those of one call. The backward pass runs the forward pass again.
-    return _merge_vmapped_rows(partial(flash_attention, scale))(
+    return _merge_vmapped_rows(partial(_flash_attention, scale))(
         q_BTNH, k_BSKH, v_BSKH, mask_BTS
     )
 
@@ -372,7 +372,7 @@ def _flash_vjp(
         *qkv, mask_BTS, cotangent_BTNH = arrays
 
         def of_qkv(*qkv: jax.Array) -> jax.Array:
-            return flash_attention(scale, *qkv, mask_BTS)
+            return _flash_attention(scale, *qkv, mask_BTS)
 
         _, pull_back = jax.vjp(of_qkv, *qkv)
         return pull_back(cotangent_BTNH)

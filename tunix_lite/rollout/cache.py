@@ -93,7 +93,7 @@ def empty_cache(
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"), spare)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
+        return _constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
 
     return jax.tree.map(zeros, shapes)
 
@@ -127,12 +127,12 @@ def resize_columns(kv: KV, columns: int) -> KV:
     def resize(x: jax.Array) -> jax.Array:
         # Scales have no last dim.
         left = x[:, :, :columns]
-        return constrain_kv(jnp.pad(left, padding[: x.ndim]))
+        return _constrain_kv(jnp.pad(left, padding[: x.ndim]))
 
     return jax.tree.map(resize, kv)
 
 
-def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
+def _constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     """An array of a KV with its sharding constraint."""
     return constrain(x, *logical_axes(x, rows_axis))
 
@@ -178,7 +178,7 @@ def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_B, :, columns_B]
         token = x[:, :, 0]
-        return constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
+        return _constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
 
     return jax.tree.map(put, kv, new)
 
@@ -202,7 +202,7 @@ def write_tokens(
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_R[:, None], :, target_RW]
-        return constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
+        return _constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
 
     return jax.tree.map(put, kv, new)
 
@@ -247,9 +247,9 @@ def store_rows(prompts: Any, new: Any, first_row: jax.Array) -> Any:
 
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
-        rows = constrain_kv(rows, "prompts")
+        rows = _constrain_kv(rows, "prompts")
         updated = jax.lax.dynamic_update_slice(all_rows, rows, start)
-        return constrain_kv(updated, "prompts")
+        return _constrain_kv(updated, "prompts")
 
     return jax.tree.map(put, prompts, new)
 
@@ -265,7 +265,7 @@ def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> 
         new = jnp.take(beginnings, rows_B, axis=0)
         merged = jnp.where(is_new, new, all_columns[:, :, :width])
         updated = jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2)
-        return constrain_kv(updated)
+        return _constrain_kv(updated)
 
     return jax.tree.map(put, kv, prompts)
 

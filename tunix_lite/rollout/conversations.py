@@ -47,10 +47,10 @@ class Partner(Protocol):
 
 
 @dataclass
-class Talk:
+class _Talk:
     """A conversation under way, from the host's side.
 
-    Example: `Talk(request)`, not begun yet; later its `slot` is 0.
+    Example: `_Talk(request)`, not begun yet; later its `slot` is 0.
     """
 
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
@@ -109,9 +109,9 @@ class ConversationScheduler:
     def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
         self.engine = engine
         self.partner = partner
-        self.talks = [Talk(request) for request in requests]
+        self.talks = [_Talk(request) for request in requests]
         self.by_row = {talk.request.row: talk for talk in self.talks}
-        self.by_slot: list[Talk | None] = [None] * engine.num_slots
+        self.by_slot: list[_Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
         # Slots that decoded, and that held a sequence, summed over chunks.
         self.slots_decoding = 0
@@ -121,7 +121,7 @@ class ConversationScheduler:
         engine.admit(requests)
 
     @property
-    def held(self) -> list[Talk]:
+    def held(self) -> list[_Talk]:
         """The conversations that have a slot, in the order of the slots."""
         return [talk for talk in self.by_slot if talk is not None]
 
@@ -165,7 +165,7 @@ class ConversationScheduler:
 
     # ---- answers
 
-    def take_replies(self) -> list[Talk]:
+    def take_replies(self) -> list[_Talk]:
         """Takes the answers that have come; waits for one if no slot has anything to do. Returns
         the conversations that ended."""
         if not any(talk.is_waiting for talk in self.talks):
@@ -186,7 +186,7 @@ class ConversationScheduler:
             self.take_reply(talk, replies[talk.request.row])
         return [talk for talk in talks if talk.ended]
 
-    def take_reply(self, talk: Talk, reply: TurnReply) -> None:
+    def take_reply(self, talk: _Talk, reply: TurnReply) -> None:
         """Ends the conversation, or keeps the answer to append it."""
         begin, end, _ = talk.turns[-1]
         talk.turns[-1] = (begin, end, reply)
@@ -285,7 +285,7 @@ class ConversationScheduler:
             "time/rollout": of_engine["time/rollout"],
         }
 
-    def _rollout(self, talks: list[Talk], metrics: Metrics) -> Rollout:
+    def _rollout(self, talks: list[_Talk], metrics: Metrics) -> Rollout:
         """The rollout of conversations that have ended, a row each."""
         spec = self.engine.programs.spec
         arrays = RolloutArrays.empty(len(talks), spec.generation, spec.pad_id)

@@ -324,7 +324,9 @@ def make_generate(
         if converses:
             compile_append(engine, slots)
         if converses and generation.stop:
-            compile_rewind(engine, slots)
+            # takes back tokens behind a stop text
+            lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+            results(engine.programs.rewind, slots, lost_B)
 
     return Sampling(generate, compile_ahead)
 
@@ -441,10 +443,3 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
         call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
         slots = results(engine.programs.append, slots, engine.per_layer_params, *call)
     return slots
-
-
-def compile_rewind(engine: Engine, slots: Slots) -> None:
-    """Compiles the program that takes back tokens behind a stop text."""
-    results(
-        engine.programs.rewind, slots, jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    )

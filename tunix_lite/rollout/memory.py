@@ -120,11 +120,6 @@ def memory_here(
     )
 
 
-def free_host_bytes() -> int:
-    """Memory that is free on this host."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def choose_weights(
     params: Params,
     cfg: Architecture,
@@ -190,5 +185,6 @@ def free_bytes() -> int:
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):
-        return free_host_bytes() // len(devices)
+        pages = os.sysconf("SC_AVPHYS_PAGES")
+        return pages * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)

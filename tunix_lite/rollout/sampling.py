@@ -60,7 +60,7 @@ def draw(
     # Where nothing was changed, one log-probability is enough.
     if left_BV is full_BV:
         return tokens_B, full_logprobs_B, full_logprobs_B
-    return tokens_B, logprobs_of(left_BV, tokens_B), full_logprobs_B
+    return tokens_B, _logprobs_of(left_BV, tokens_B), full_logprobs_B
 
 
 def gumbel_noise(
@@ -111,10 +111,10 @@ def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, 
     token_V = jnp.arange(V, dtype=jnp.int32)
     candidates_BV = jnp.where(is_best_BV, token_V, V - 1)
     tokens_B = jnp.min(candidates_BV, axis=-1)
-    return tokens_B, logprobs_of(logits_BV, tokens_B)
+    return tokens_B, _logprobs_of(logits_BV, tokens_B)
 
 
-def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+def _logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)

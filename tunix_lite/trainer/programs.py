@@ -103,7 +103,7 @@ class TrainerPrograms:
                 TrainStep(self.policy, loss, None, lora, **settings), params
             )
 
-        return self.once("gradients", (loss, lora, shardings_of(params)), make)
+        return self.once("gradients", (loss, lora, _shardings_of(params)), make)
 
     def losses(
         self, loss: TokenLoss, lora: LoraConfig | None
@@ -135,7 +135,7 @@ class TrainerPrograms:
         def make() -> Callable[..., tuple[TrainState, Metrics]]:
             return jax.jit(update, out_shardings=(places, None), donate_argnums=0)
 
-        return self.once("optimizer", (cfg, shardings_of(state)), make)
+        return self.once("optimizer", (cfg, _shardings_of(state)), make)
 
     def once(
         self, kind: str, key: Hashable, make: Callable[[], Callable[..., Any]]
@@ -150,7 +150,7 @@ class TrainerPrograms:
         return kept[key]
 
 
-def shardings_of(tree: Params | TrainState) -> tuple:
+def _shardings_of(tree: Params | TrainState) -> tuple:
     """Form, shapes and places of arrays, as a key."""
     leaves, form = jax.tree.flatten(tree)
     return form, *((x.shape, x.dtype, x.sharding) for x in leaves)

@@ -79,7 +79,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def locked(method: Callable[P, R]) -> Callable[P, R]:
+def _locked(method: Callable[P, R]) -> Callable[P, R]:
     """The method on the trainer's mesh, one call at a time."""
 
     @functools.wraps(method)
@@ -122,7 +122,7 @@ class Weights:
         if self._params is None:
             raise ValueError("this client was closed")
 
-    @locked
+    @_locked
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -159,7 +159,7 @@ class Weights:
                 each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
         return engine.sample(prompts, num_samples, each)
 
-    @locked
+    @_locked
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
         """log p of each token given those before it, in nats; None for the first of a sequence.
         Raises ValueError."""
@@ -228,7 +228,7 @@ class TrainingClient(Weights):
         self.check_open()
         return TrainState(self._step, self._params, self._opt_state)
 
-    @locked
+    @_locked
     def forward(
         self,
         data: Sequence[Datum],
@@ -239,7 +239,7 @@ class TrainingClient(Weights):
         `forward_backward`."""
         return self._over_parts(data, token_loss(loss, settings or {}))
 
-    @locked
+    @_locked
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -269,7 +269,7 @@ class TrainingClient(Weights):
         self._loss += output.loss
         return output
 
-    @locked
+    @_locked
     def optim_step(
         self,
         learning_rate: float = 1e-4,
@@ -328,13 +328,13 @@ class TrainingClient(Weights):
         self._opt_state = state.opt_state
         self._owner = object()
 
-    @locked
+    @_locked
     def snapshot(self) -> Weights:
         """A sampler with a copy of what trains as it is now."""
         params = jax.tree.map(lambda x: x.copy(), self._params)
         return Weights(self.trainer, params, self.lora, self.seed)
 
-    @locked
+    @_locked
     def save(self, path: str | Path, optimizer: bool = True) -> Path:
         """Saves into this folder, as its checkpoint number `step`, perhaps without the optimizer;
         gradients are not saved. Raises ValueError if the folder holds something else, or this step;
@@ -343,7 +343,7 @@ class TrainingClient(Weights):
         save_state(folder, self.state, kind_of(self.trainer.model_name, self.lora, optimizer))
         return folder
 
-    @locked
+    @_locked
     def load(self, path: str | Path, optimizer: bool = True) -> int:
         """Takes the newest checkpoint of this folder, and forgets gradients; returns its step.
         optimizer: False begins with a new one. Raises ValueError if the checkpoint is damaged, or
