@@ -42,7 +42,7 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
-from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models import attention, decoder, rope, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
@@ -334,13 +334,13 @@ def fused_decoding(setting: Setting) -> Iterator[dict]:
         q_BNH, k_BKH, v_BKH = (normal(rows, heads, head) for heads in (6, 2, 2))
         norms = (normal(head).astype(jnp.float32), normal(head).astype(jnp.float32))
         old = kv_cache.KV(normal(rows, 2, columns, head), normal(rows, 2, columns, head))
-        sin, cos = decoder.rope_angles(cfg, newest_B[:, None], "local")
+        sin, cos = rope.rope_angles(cfg, newest_B[:, None], "local")
         angles = (sin[:, 0, 0], cos[:, 0, 0])
 
         @jax.jit
         def by_steps(q_BNH, k_BKH, v_BKH, old, norms=norms, turned=(sin, cos)):
             q_BTNH, k_BTKH = (
-                decoder.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
+                rope.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
             )
             new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
             kv = kv_cache.write_token(old, new, newest_B)

@@ -36,7 +36,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models import attention, decoder, layer_by_layer, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -158,7 +158,7 @@ def decode_random(cfg: Architecture, **how: bool) -> tuple:
         limits=at_home(np.full(4, 9, np.int32), empty.limits),
         running=at_home(np.full(4, True), empty.running),
     )
-    _, chunk = programs.decode(filled, decoder.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
+    _, chunk = programs.decode(filled, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
     return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs))
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.learner import update as learner_update
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, layer_by_layer, rope
 from tunix_lite.models.activations import ACTIVATIONS, gated
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
@@ -52,7 +52,7 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, has_ada
 
     @partial(jax.jit, static_argnums=1)
     def hidden(params, on_cpu):
-        layers = decoder.per_layer_params(params, cfg, jnp.float32, on_cpu)
+        layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu)
         assert ("qkv" in layers["layers"][0]) == on_cpu != ("q" in layers["layers"][0])
 
         def attend(layer, *qkv):
@@ -277,7 +277,7 @@ def frequencies(cfg: Architecture, kind: str) -> np.ndarray:
 def test_sine_and_cosine_are_exact_to_float32_at_every_position(cfg, kind):
     """To a last place of 1 (2^-23): a product of float32 is off by 0.0002 at 4,096 and by 0.008 at 131,072."""
     positions = np.r_[0:70_000, 131_000:131_073, 2**20, 2**26 - 1].astype(np.int32)[None]
-    found = jax.jit(partial(decoder.rope_angles, cfg, kind=kind))(positions)
+    found = jax.jit(partial(rope.rope_angles, cfg, kind=kind))(positions)
     angle = positions[..., None, None].astype(np.float64) * frequencies(cfg, kind)
     for got, wanted in zip(found, (np.sin(angle), np.cos(angle))):
         assert got.dtype == jnp.float32

@@ -265,7 +265,6 @@ FREE = {
     "generation": {},
     "rollout": {
         "weights, kernels, mesh_shape": "how and where the same numbers are computed",
-        "waiting": "which conversations keep their slot",
     },
     "rewards": {"timeout, workers": "how long a call may take, and in how many processes"},
     "conversation": {"timeout, workers": "how long an environment may take, and in how many processes"},

@@ -14,7 +14,7 @@ from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, layer_by_layer
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls, empty_queue
@@ -71,8 +71,8 @@ class Numbers:
                 return {row: reply for _, row, reply in ready}
 
 
-def converse(cfg, params, partner, waiting="hold", on_chunk=None, **settings):
-    rollout = RolloutConfig(waiting=waiting, chunk=4, **settings)
+def converse(cfg, params, partner, on_chunk=None, **settings):
+    rollout = RolloutConfig(chunk=4, **settings)
     sample = make_generate(cfg, GenerationConfig(PROMPT, NEW), EOS, 0, rollout=rollout)
     asked = (params, ragged_prompts(4), jax.random.key(5), G, 1.0)
     return sample(*asked, partner=partner, on_chunk=on_chunk)
@@ -151,13 +151,13 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(dict(num_slots=1, waiting="hold", delay=2), marks=WIDE),
-        dict(num_slots=4, waiting="park", delay=3),
-        pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),
+        pytest.param(dict(num_slots=1, delay=2), marks=WIDE),
+        dict(num_slots=4, delay=3),
+        pytest.param(dict(num_slots=16, delay=0), marks=WIDE),
     ],
     ids=str,
 )
-def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
+def test_slots_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))
@@ -169,13 +169,12 @@ def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expe
         np.testing.assert_array_equal(rollout.logprobs, talked[0].logprobs)
     # Each conversation is handed over alone when it has ended, as it is in the whole.
     assert [rows_of(alone[row])[0] for row in range(len(expected))] == expected
-    assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
 
 
 @pytest.mark.wide
 def test_meshes_change_nothing(cfg, expected):
     set_mesh(2, 2)
-    rollout = converse(cfg, random_params(cfg), Numbers(delay=2), waiting="park", num_slots=4)
+    rollout = converse(cfg, random_params(cfg), Numbers(delay=2), num_slots=4)
     assert rows_of(rollout) == expected
 
 
@@ -230,8 +229,8 @@ def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expe
 STOP = ("ad", "cbc")
 
 
-def stopping(cfg, params, partner, chunk=4, waiting="park"):
-    rollout = RolloutConfig(waiting=waiting, chunk=chunk, num_slots=4)
+def stopping(cfg, params, partner, chunk=4):
+    rollout = RolloutConfig(chunk=chunk, num_slots=4)
     generation = GenerationConfig(PROMPT, NEW, stop=STOP)
     sample = make_generate(cfg, generation, EOS, 0, rollout=rollout, tokenizer=Letters())
     return sample(params, ragged_prompts(4), jax.random.key(5), G, 1.0, partner=partner)
@@ -251,7 +250,7 @@ def ended_by_text(told):
 def one_at_a_time(cfg, params):
     set_mesh(1, 1)
     partner = Numbers(max_turn_tokens=12)
-    return stopping(cfg, params, partner, chunk=1, waiting="hold"), partner
+    return stopping(cfg, params, partner, chunk=1), partner
 
 
 def test_a_stop_text_ends_a_turn_and_what_was_drawn_behind_it_leaves_no_trace(cfg, params, one_at_a_time):
@@ -281,7 +280,7 @@ FAMILIES = {  # what each family does otherwise, in a tiny size
 def test_every_family_holds_conversations_as_if_it_read_everything_again(family):
     cfg = Architecture(32, 3, 16, 4, 2, 8, 24, query_scale=8, **FAMILIES[family])
     params = random_params(cfg, seed=1)
-    rollout = converse(cfg, params, Numbers(delay=2), waiting="park", num_slots=4)
+    rollout = converse(cfg, params, Numbers(delay=2), num_slots=4)
     assert rows_of(rollout) == all_read_again(cfg, params)
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
@@ -298,9 +297,9 @@ class OnDevices:
     """Four slots with four prompts, driven program by program."""
 
     def __init__(self, cfg, params):
-        generation = GenerationConfig(WIDTH, 60, repetition_penalty=1.3)
+        generation = GenerationConfig(WIDTH, 60)
         self.programs = Programs(SamplerSpec(cfg, generation, (999,), 0, jnp.float32, 4, holds=True, int8=True))
-        self.weights = decoder.per_layer_params(params, cfg, jnp.float32)
+        self.weights = layer_by_layer.per_layer_params(params, cfg, jnp.float32)
         self.tokens = ragged_prompts(4, width=WIDTH)
         padded = np.zeros((4, WIDTH), np.int32)
         for row, prompt in enumerate(self.tokens):
@@ -323,11 +322,9 @@ class OnDevices:
             self.tokens[slot] += tokens
 
 
-def test_an_int8_cache_and_a_repetition_penalty_know_what_was_appended(cfg, params):
+def test_an_int8_cache_knows_what_was_appended(cfg, params):
     at = OnDevices(cfg, params)
     at.append({1: [30, 31]})
-    seen = np.asarray(at.slots.seen)
-    assert set(np.flatnonzero(seen[1])) == set(at.tokens[1])
     tokens = np.array([at.tokens[1]])
     meta = attention.one_sequence_per_row(np.ones_like(tokens, bool))
     want = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, meta)[0, -1]

@@ -42,7 +42,6 @@ GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
         ({"tp": 2, "cfg": replace(CFG, mlp_dim=48)}, "they sum over multiples of 16 numbers, and mlp_dim over tp is 2"),
         *(({"cfg": cfg}, "they compute attention without gate") for cfg in OTHERS),
         ({"has_cutoffs": True}, "they draw from all tokens, and generation.top_k, top_p or min_p cuts some off"),
-        ({"penalty": 1.5}, "they change no logits, and generation.repetition_penalty is 1.5"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_one_line(changes, reason):

@@ -300,34 +300,6 @@ def test_a_device_that_only_samples_has_the_weights_and_the_cache_and_no_optimiz
         case_of(cfg, [own[0], "rollout.mesh_shape=[[1,3],[fsdp,tp]]"])
 
 
-def test_the_plan_says_whether_slots_are_held_or_offloaded(cfg):
-    """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
-
-    def of(waiting, host_bytes, num_slots=2):
-        settings = ["task=guessing", f"rollout.num_slots={num_slots}", f"rollout.waiting={waiting}"]
-        here = replace(machine(GiB), host_bytes=host_bytes)
-        return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
-
-    one = of("park", None).offloading.slot_bytes
-    shape = case_of(cfg, [], 1, 1)
-    columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
-    # keys and values in float32, and the hidden state of the newest token
-    assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
-    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).offloading is None
-    cases = {
-        ("auto", 4 * 3 * one): (3, 3),
-        ("auto", 4 * 100 * one): (6, 100),
-        ("auto", None): (None, None),
-        ("hold", 4 * 3 * one): (0, 3),
-    }
-    for (waiting, host_bytes), expected in cases.items():
-        found = of(waiting, host_bytes)
-        assert (found.offloading.most, found.offloading.num_that_fit) == expected
-        assert report.as_dict(found)["plans"][0]["parking"]["most"] == expected[0]
-        assert found.resolved.may_offload == (waiting != "hold")
-    assert of("park", None, num_slots=8).offloading.most == 0
-
-
 # ---- verdicts
 
 

@@ -13,7 +13,7 @@ from conftest import logits_of, random_params, set_mesh
 from model_checks import check_sampled, groups, layout_of, publish, random_adapters, sampled, write_model
 
 from tunix_lite.learner.policy import batch_scores, token_logprobs
-from tunix_lite.models import decoder, hf, peft
+from tunix_lite.models import hf, peft, rope
 from tunix_lite.models.architecture import Architecture, LongRope, Yarn
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
 from tunix_lite.models.lora import LoraConfig
@@ -68,7 +68,7 @@ def test_yarn_slows_pairs_that_turn_seldom():
 
 def test_angles_of_yarn_are_longer_and_queries_grow_with_their_position():
     positions = np.array([[0, 3, 15, 16, 48]])
-    sin, cos, growth = decoder.rope_angles(MINISTRAL3, positions, "global")
+    sin, cos, growth = rope.rope_angles(MINISTRAL3, positions, "global")
     frequency, _ = MINISTRAL3.rope("global")
     angles = positions[..., None, None] * frequency
     np.testing.assert_allclose(sin, 1.5 * np.sin(angles), atol=1e-6)

@@ -14,7 +14,7 @@ from tests.conftest import ragged_prompts, random_params
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import decoder, rounding, source, weights
+from tunix_lite.models import decoder, layer_by_layer, rounding, source, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
@@ -116,7 +116,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     batch = RowBatch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = Programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
-    per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    per_layer_params = jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, prompt_cache = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
     )

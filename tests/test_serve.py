@@ -308,8 +308,6 @@ def test_sigterm_lets_requests_under_way_end(tmp_path):
 
 
 def test_serve_says_what_it_cannot_do(model):
-    with pytest.raises(ValueError, match="repetition_penalty is not supported"):
-        live_engine(model, GenerationConfig(64, 48, repetition_penalty=1.1), RolloutConfig())
     with pytest.raises(ValueError, match="rollout.kernels=fused: each request says what is cut off"):
         live_engine(model, GENERATION, RolloutConfig(kernels="fused"))
     for wrong, message in (

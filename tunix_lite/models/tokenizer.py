@@ -1,5 +1,4 @@
-"""Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a
-sequence."""
+"""Text <-> tokens: a `tokenizer.json`, its chat template, and the tokens that end a sequence."""
 
 import base64
 import contextlib
@@ -74,8 +73,8 @@ Read = Callable[[str | Quoted], str]
 class Tokenizer:
     """The tokenizer of a folder in Hugging Face layout or of a GGUF file, and its chat template.
 
-    Make one with `Tokenizer.load`. Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?")
-    is the list of token ids of a user's turn, ready for the model to continue.
+    Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?") is the list of token ids of a
+    user's turn, ready for the model to continue.
     """
 
     folder: Path
@@ -91,11 +90,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads those of FILES that are in the folder, config.json and generation_config.json; or
-        the metadata of a GGUF file.
-
-        Raises ValueError naming the file that is missing, damaged or incomplete.
-        """
+        """Reads those of FILES that are in the folder, or the metadata of a GGUF file. Raises
+        ValueError naming the file that is missing, damaged or incomplete."""
         folder = Path(folder)
         file = folder if is_gguf(folder) else folder / "tokenizer.json"
         if not file.is_file():
@@ -151,8 +147,8 @@ class Tokenizer:
 
     @cached_property
     def ends_of_turns(self) -> tuple[int, ...]:
-        """The tokens with which the chat template ends the assistant's turns: one that answers
-        (Qwen's base models do not name it), and one that calls a tool (Gemma 4 has another)."""
+        """The tokens with which the chat template ends the assistant's turns that answer or call a
+        tool."""
         question = {"role": "user", "content": "Question"}
         function = {"name": _PROBE, "arguments": {}}
         call = {"id": "ProbeCall", "type": "function", "function": function}
@@ -212,8 +208,8 @@ class Tokenizer:
         return _PROBE in written
 
     def encode(self, text: str) -> list[int]:
-        """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is
-        added. Raises ValueError for a lone surrogate."""
+        """Exactly the tokens of `text`, special ones spelled in it too. Raises ValueError for a
+        lone surrogate."""
         try:
             with _panics_named():
                 ids = self.backend.encode(text, add_special_tokens=False).ids
@@ -273,11 +269,10 @@ class Tokenizer:
     def chat(
         self, messages: list[dict], add_generation_prompt: bool = True, **variables
     ) -> str:
-        """The conversation as the model was trained to see it. `variables` go to the template
-        (tools, ...).
+        """The conversation as the model was trained to see it; `variables` go to the template.
+        Raises ValueError without a template, and where it fails.
 
-        messages: [{"role": "user", "content": "hi"}, ...]. Raises ValueError without a chat
-        template, and where the template fails.
+        messages: [{"role": "user", "content": "hi"}, ...].
         """
         if self.template is None:
             raise ValueError(
@@ -306,11 +301,8 @@ class Tokenizer:
 
     def prompt(self, conversation: str | Quoted | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to continue, with
-        its BOS once.
-
-        Without a chat template, the model continues the text itself. Raises ValueError if there is
-        a second BOS.
-        """
+        its BOS once; without a template those of the text. Raises ValueError if there is a second
+        BOS."""
 
         def write(read: Read) -> str:
             messages = read_quoted(conversation, read)
@@ -342,8 +334,8 @@ class Tokenizer:
         completion: str | Quoted | dict,
         **variables,
     ) -> list[int]:
-        """The tokens that follow `prompt(conversation)`: those of the completion, a text or a
-        message of the assistant, and the one that ends the turn."""
+        """The tokens that follow `prompt(conversation)`: those of the completion and the one that
+        ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
@@ -375,10 +367,7 @@ class Tokenizer:
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
         """The tokens from the end of the last turn of `earlier` to where the model continues
-        `later`, which begins with the same messages.
-
-        Example: earlier ends with an answer, later adds a user message -> that user's turn.
-        """
+        `later`, which begins with the same messages."""
 
         def write(read: Read) -> str:
             values = read_quoted(variables, read)
@@ -400,8 +389,8 @@ class Tokenizer:
     # ---- texts that spell special tokens but mean plain text
 
     def written_ids(self, write: Callable[[Read], str], *texts: str | Quoted) -> list[int]:
-        """Encodes the text that `write(read)` writes; special tokens spelled in quoted parts of
-        `texts` are plain text there. write: calls read(text) for each of the texts."""
+        """Encodes the text that `write(read)` writes; special tokens in quoted parts of `texts` are
+        plain text."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
         quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
         if not quoted:
@@ -423,10 +412,8 @@ class Tokenizer:
 
     def _quoted_ids(self, written: str, covered: str) -> list[int]:
         """The tokens of `written`, where only special tokens count that are in `covered`, too.
-
-        One call of a tokenizer that knows special tokens by other names cuts the text around them
-        as always. Raises ValueError if its vocabulary spells a special token even so.
-        """
+        Raises ValueError if the vocabulary spells a special token even so."""
+        # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
         parts = []
         at = 0
@@ -441,18 +428,14 @@ class Tokenizer:
                 continue
             name = self._special_tokens[token].content
             # An unknown character gives the unknown token, too, and does not spell it.
-            if token in self._unknown and name not in renamed[start:end]:
+            unknown = self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids
+            if token in unknown and name not in renamed[start:end]:
                 continue
             raise ValueError(
                 f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
                 "holds it"
             )
         return self._in_table([ids.get(token, token) for token in encoded.ids])
-
-    @cached_property
-    def _unknown(self) -> set[int]:
-        """Returns the ids that the tokenizer gives for a character that it does not know."""
-        return set(self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -487,10 +470,9 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; real id by its id.
-
-        No text can hold such a name of private characters, drawn anew in every process.
-        """
+        """The same tokenizer with other names for special tokens; name by text; real id by its
+        id."""
+        # No text can hold a name of private characters, drawn anew in every process.
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
@@ -547,8 +529,8 @@ def _conversation(content: str | list[dict]) -> list[dict]:
 
 
 class TextStream:
-    """The text of tokens as they come, never half a character. All pieces together are `decode` of
-    all tokens."""
+    """The text of tokens as they come, never half a character; all pieces together are `decode` of
+    all."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self.tokenizer = tokenizer
@@ -617,8 +599,7 @@ def _growth(part: dict) -> int:
 
 
 def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does. A
-    ValueError is our own, and says what is wrong."""
+    """call() of the tokenizers library, whose Exceptions and panics become ValueError."""
     try:
         return call()
     except ValueError:
@@ -696,8 +677,8 @@ def _eos_ids(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
 ) -> tuple[int, ...]:
-    """The ids that end a completion: those of generation_config.json and of config.json, or else
-    the eos_token."""
+    """The ids that end a completion: of generation_config.json and config.json, or else the
+    eos_token."""
     ids = []
     config = small_object(folder, "config.json")
     for name, content in (

@@ -67,8 +67,8 @@ class MemoryEstimate:
 
     def rollout(self) -> dict[str, int]:
         """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts
-        that wait, and the temporaries of decoding, reading prompts, appending to slots or
-        offloading one, whichever is most."""
+        that wait, and the temporaries of decoding, reading prompts or appending to slots,
+        whichever is most."""
         resolved = self.resolved
         memory = resolved.sampling_memory
         is_gathered = resolved.sampling_weights == "gathered"
@@ -89,13 +89,11 @@ class MemoryEstimate:
         block, width, _ = memory.prompt_cache
         rows = -(-block // resolved.fsdp)
         reading = self._layer_at_work(rows * width) + self._scores_at_work(rows, width)
-        # An offloaded slot on its way to the host or back: all of it on every device.
-        offloading = memory.offloaded_bytes() if resolved.may_offload else 0
         return {
             "weights to sample": self.sampling_copy(is_gathered),
             "cache": memory.cache_bytes(),
             "prompts": memory.prompt_bytes(),
-            "temporary": max(decoding, reading, self.appending(), offloading),
+            "temporary": max(decoding, reading, self.appending()),
         }
 
     def sampling_copy(self, is_gathered: bool) -> int:

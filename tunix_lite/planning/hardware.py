@@ -14,7 +14,6 @@ import jax
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import GPU_SHARE
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30
 # What a process takes of a CPU's memory beside weights and temporaries: Python, jax and other
@@ -139,8 +138,6 @@ class Machine:
     # bytes that the programs of a run can have on a device; None: nobody knows
     capacity: int | None
     capacity_is: str = ""  # in words
-    # of a host's memory, what is free now; None: the hosts are not here
-    host_bytes: int | None = None
     # of a device, what the process itself takes there
     process_bytes: int = 0
 
@@ -304,6 +301,5 @@ def attached_machine() -> Machine:
         of_device(device),
         None if None in limits else min(limits),
         "physical memory" if on_cpu else "what the runtime allows",
-        min(allgather_values(free_host_bytes())),
         _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
     )

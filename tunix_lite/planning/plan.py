@@ -25,7 +25,6 @@ from tunix_lite.resolved.run import (
     micro_batches_to_try,
     resolve_run,
 )
-from tunix_lite.rollout.memory import Offloading
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
@@ -33,8 +32,7 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "append")
-SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
+SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -68,14 +66,6 @@ class Plan:
     apart: dict[str, int] = field(default_factory=dict)
     # how long a step will take; None: nothing is predicted, as nothing was compiled
     forecast: Forecast | None = None
-
-    @property
-    def offloading(self) -> Offloading | None:
-        """The slots of conversations that wait; None: there are none."""
-        if not self.resolved.converses:
-            return None
-        count = self.resolved.num_conversations
-        return self.resolved.sampling_memory.offloading(count, self.machine.host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -201,13 +191,6 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    # An offloaded conversation that comes back is an argument beside the slots.
-    if "write_slot" in done:
-        added["write_slot"] += done["write_slot"].argument_bytes - cache
-    # What a stop text may bring back stays beside the slots for a chunk.
-    if "save" in done:
-        added["decode"] += done["save"].output_bytes
-        added["rewind"] += done["rewind"].argument_bytes - cache
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,

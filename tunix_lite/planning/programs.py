@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.learner.policy import scoring_program
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
@@ -188,36 +188,19 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         call = append_calls({0: (longest, 1)}, resolved.slots)[0]
         return made()[0].append.lower(slots(), made()[1], *call)
 
-    def write_slot() -> jax.stages.Lowered:
-        # An offloaded conversation comes from the host: placed by the program itself.
-        copy = _unplaced(jax.eval_shape(made()[0].read_slot, slots(), row))
-        return made()[0].write_slot.lower(slots(), copy, row)
-
     def rewind() -> jax.stages.Lowered:
-        programs, _ = made()
-        tokens = _of_shape(programs.spec.chunk, resolved.slots)
-        saved = _unplaced(programs.save.lower(slots()).out_info)
-        return programs.rewind.lower(slots(), saved, tokens, _of_shape(resolved.slots))
+        return made()[0].rewind.lower(slots(), _of_shape(resolved.slots))
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
-    if resolved.may_offload:
-        programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
-        programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
-        programs["save"] = lambda: made()[0].save.lower(slots())
         programs["rewind"] = rewind
     return programs
 
 
 def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _unplaced(shapes: Slots) -> Slots:
-    """The same shapes without shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
@@ -244,12 +227,12 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         spec = replace(spec, chunk=chunk)
 
     # The weights by layer, whole over fsdp if they are gathered.
-    on_cpu = decoder.are_for_cpu(acting, resolved.dtype, mesh)
+    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
     by_layer = partial(
-        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
+        layer_by_layer.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
     )
     shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, on_cpu)
+    shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
     return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)

@@ -187,9 +187,8 @@ def as_dict(plan: Plan | Plans) -> dict:
         }
         if one.apart:
             described["device_that_only_samples"] = one.apart
-        if one.offloading is not None:
+        if one.resolved.converses:
             described["conversations"] = one.resolved.num_conversations
-            described["parking"] = dataclasses.asdict(one.offloading)
         if one.forecast is not None:
             names = ("step_seconds", "tokens_per_second", "hours")
             derived = {name: getattr(one.forecast, name) for name in names}

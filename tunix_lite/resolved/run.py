@@ -182,12 +182,6 @@ class ResolvedRun:
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
-    def may_offload(self) -> bool:
-        """Returns whether a conversation that waits for its environment may leave its slot."""
-        waits_for_slots = self.num_conversations > self.slots
-        return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
-
-    @property
     def samples_beside_update(self) -> bool:
         """Returns whether the devices hold the arrays of sampling and of the update at once."""
         rollout = self.run.rollout
@@ -542,7 +536,6 @@ def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: i
             run.rollout.cache == "int8",
             not run.model.lora.rank and run.model.lora.adapter is None,
             run.generation.has_cutoffs,
-            run.generation.repetition_penalty,
         )
 
 
