@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from tunix_lite.commands.plan import PlanConfig, make_plans, recorded_lengths
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
-from tunix_lite.planning.forecast import decode_steps, forecast
+from tunix_lite.planning.forecast import Forecast, decode_steps, forecast
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
@@ -106,7 +107,7 @@ def recorded_run(folder):
     (folder / "samples").mkdir(parents=True)
     rows = [{"tokens": [1] * n, "completion": "x"} for n in (2, 4, 9)]
     (folder / "samples" / "step_000004.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    row = {"time/rollout": 2.0, "time/update": 3.0, "time/step": 6.0, "rollout/prefill_tokens": 50}
+    row = {"train/loss": 0.5, "time/rollout": 2.0, "time/update": 3.0, "time/step": 6.0, "rollout/prefill_tokens": 50}
     metrics = [{"step": i} | row for i in range(4)]
     metrics[0] |= {"time/update": 90.0, "time/step": 99.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + "{broken\n")
@@ -123,6 +124,35 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"lengths_of=.*no samples with tokens"):
         command.plan(compose(SMALL), PlanConfig(lengths_of=str(tmp_path)))
+
+
+def test_predicted_stands_against_measured(tmp_path):
+    """The first two steps compile and do not count; off is (predicted - measured) / measured."""
+    folder = recorded_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:4]]
+    rows[3] |= {"memory/peak_gb": 2.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = Forecast({"prefill": 0.5, "decode": 1.5, "update": 2.4}, 100, 8, 1, 10, "by decree", "assumed")
+    found = command.verified(SimpleNamespace(peak_bytes=3e9, forecast=made), folder)
+    assert [line.split() for line in found] == [
+        ["predicted", "measured", "off", "by"],
+        ["memory/peak_gb", "3", "2", "+50%"],
+        ["time/rollout", "2", "2", "+0%"],
+        ["time/update", "2.4", "3", "-20%"],
+        ["time/step", "4.4", "6", "-27%"],
+    ]
+    without = command.verified(SimpleNamespace(peak_bytes=3e9, forecast=None), folder)
+    assert without[1:] == found[1:2]
+
+
+def test_a_run_with_other_settings_is_not_compared(tmp_path):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("- training.remat=block\n- seed=3\n- project_name=x\n")
+    command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block", "target=h100", "seed=1"])
+    for other in ([], ["training.remat=block", "training.packing=none"], ["training.remat=none"]):
+        with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan target=h100 training\.remat=block$"):
+            command.check_same_overrides(str(folder), ["target=h100", *other])
 
 
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):

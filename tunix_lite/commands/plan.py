@@ -3,10 +3,11 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
@@ -22,11 +23,23 @@ from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
-from tunix_lite.report.evidence import read_evidence
+from tunix_lite.report.evidence import read_evidence, read_overrides
 from tunix_lite.resolved.run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
 _COMPILED = 4
+# Steps at the start of a run that compile, and are not compared with a plan.
+_FIRST_STEPS = 2
+# What changes neither the memory nor the time of a step, and may differ from the run compared with.
+_NO_MATTER = (
+    "project_name",
+    "hydra.",
+    "seed",
+    "resume",
+    "evaluation.",
+    "tracking.",
+    "runtime.",
+)
 
 
 @dataclass(frozen=True)
@@ -42,12 +55,19 @@ class PlanConfig:
     analytic: bool = False
     # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
+    # Folder of a run with the same settings: with its lengths, and predicted against measured.
+    verify: str | None = None
     # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
+        if self.verify and (self.mesh, self.lengths_of) != ("run", None):
+            raise ValueError(
+                "verify=RUN takes the mesh and the lengths of that run; leave mesh and lengths_of "
+                "out"
+            )
 
 
 def main() -> None:
@@ -67,9 +87,12 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         jax.config.update("jax_platforms", "cpu")
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
-    if settings.lengths_of is not None:
-        with error_context(f"lengths_of={settings.lengths_of}"):
-            lengths = recorded_lengths(settings.lengths_of)
+    for name in ("lengths_of", "verify"):
+        if (run_folder := getattr(settings, name)) is not None:
+            with error_context(f"{name}={run_folder}"):
+                lengths = recorded_lengths(run_folder)
+    if settings.verify is not None:
+        check_same_overrides(settings.verify, sys.argv[1:])
     target = f"plan-{settings.target}"
     folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
@@ -80,6 +103,8 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
+    if settings.verify is not None:
+        print("\n".join([*verified(found.plans[0], settings.verify), ""]))
     print(f"written to {folder}/plan.json")
     if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
@@ -114,6 +139,44 @@ def recorded_lengths(folder: str) -> Lengths:
     return Lengths(
         completions=completions, mean_prompt=read.mean / prompts, recorded_by=folder
     )
+
+
+def check_same_overrides(folder: str, words: list[str]) -> None:
+    """Raises ConfigError, with the command to paste, if the run was started with other settings
+    than those among these words of the command line."""
+    started = read_overrides(as_path(folder), []) or []
+    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
+    here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
+    there = [one for one in started if not one.startswith(_NO_MATTER)]
+    if {one for one in here if not one.startswith(_NO_MATTER)} != set(there):
+        others = [word for word in words if word not in here]
+        raise ConfigError(
+            f"verify={folder}: the run was started with other settings: "
+            f"{shlex.join(['tunix-lite', 'plan', *others, *there])}"
+        )
+
+
+def verified(plan: Plan, folder: str) -> list[str]:
+    """The plan against what the run in this folder measured: lines of a table. Seconds are medians
+    over the steps after the first two, which compile."""
+    run = read_evidence(as_path(folder))
+    predicted = {"memory/peak_gb": plan.peak_bytes / 1e9}
+    measured = {"memory/peak_gb": run.series("memory/peak_gb").largest}
+    if plan.forecast is not None:
+        seconds = plan.forecast.seconds
+        predicted["time/rollout"] = seconds.get("prefill", 0.0) + seconds.get("decode", 0.0)
+        predicted["time/update"] = seconds["update"]
+        predicted["time/step"] = plan.forecast.step_seconds
+        for name in ("time/rollout", "time/update", "time/step"):
+            steps = run.series(name).values[_FIRST_STEPS:]
+            measured[name] = float(np.median(steps)) if len(steps) else np.nan
+    rows = [("", "predicted", "measured", "off by")]
+    for name, value in predicted.items():
+        took = measured[name]
+        # nan: the run has no such number, or no step after the first two
+        off = f"{value / took - 1:+.0%}" if took > 0 else "-"
+        rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))
+    return report.columns(rows)
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
