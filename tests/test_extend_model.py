@@ -17,7 +17,7 @@ from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.config import RunConfig
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.models import decoder, hf, source, weights
+from tunix_lite.models import attention, decoder, hf, source, weights
 from tunix_lite.models.architecture import repeated
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
@@ -46,7 +46,7 @@ def a_checkout(monkeypatch):
 def run_of(command: str, *more: str, folder: Path | None = None) -> RunConfig:
     """The run that a command of the page describes; `folder` is where it says /path/to/..."""
     on_path, words = re.fullmatch(r"(PYTHONPATH=docs/extend/example )?python run_training\.py (.*)", command).groups()
-    own = "mistral" in words or "unrotated" in words
+    own = "mistral" in words or "head_scale" in words
     assert bool(on_path) == own, "only there Python needs the example's folder"
     words = shlex.split(re.sub(r"/path/to/a/\w+", str(folder), words))
     conf = words[1] if words[0] == "--config-dir" else None
@@ -112,8 +112,10 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
 
 def test_a_kind_of_layer_trains(tmp_path):
     check_trained(train(run_of(KIND, *QUICK), tmp_path), tmp_path)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert 0 < row["train/sampler_gap"] < 1e-6, "sampling gives what training computes"
     shapes = {path: w.shape for path, w in weights.flatten(decoder.weights(MIXED)).items() if path.endswith("/q")}
-    assert shapes == {"layers/UNROTATED/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}, "a stack for each kind"
+    assert shapes == {"layers/HEAD_SCALE/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}, "a stack for each kind"
 
 
 def check_trained(state, folder: Path) -> None:
@@ -124,7 +126,7 @@ def check_trained(state, folder: Path) -> None:
 
 
 # two periods of a made-up kind and one of the package, and a layer that is left over
-NAME = "unrotated.UNROTATED"
+NAME = "head_scale.HEAD_SCALE"
 MIXED = decoder.Architecture(32, 7, 16, 4, 2, 8, 24, pattern=(NAME, NAME, "local"), window=5, query_scale=8)
 
 
@@ -141,12 +143,14 @@ def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_score
     assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
     params = random_params(MIXED)
     rollout = sampled(MIXED, params)
-    scored = [
-        jax.jit(partial(token_logprobs, cfg=MIXED, scan_layers=way))(params, rollout.tokens, rollout.token_mask)
+    meta = attention.one_sequence_per_row(rollout.token_mask)
+    hidden = [
+        jax.jit(partial(decoder.forward, cfg=MIXED, scan_layers=way))(params, tokens_BT=rollout.tokens, meta=meta)
         for way in (True, False)
     ]
-    np.testing.assert_allclose(*scored, atol=1e-5)
-    check_sampled(rollout, scored[0])
+    np.testing.assert_allclose(*hidden, atol=1e-5)
+    scored = jax.jit(partial(token_logprobs, cfg=MIXED))(params, rollout.tokens, rollout.token_mask)
+    check_sampled(rollout, scored)
 
 
 # ---- a family
