@@ -20,7 +20,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA
 
 def join():
     stall_timeout = 2 if what == "stopped" else 1800
-    launch = LaunchConfig(timeout=30, stall_timeout=stall_timeout, max_restarts=int(what == "killed once"))
+    launch = LaunchConfig(timeout=120, stall_timeout=stall_timeout, max_restarts=int(what == "killed once"))
     return initialise(launch, os.environ, process_info({"seed": 0}, f"folder{rank}"))
 
 

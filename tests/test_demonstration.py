@@ -41,6 +41,14 @@ def test_a_wrong_demonstration_or_teacher_is_refused_before_anything_is_compiled
     assert "\n" not in str(error.value)
 
 
+def test_the_teacher_reads_the_answer_of_each_example():
+    parts = find_parts(compose([*TEACHER, *QUICK]))
+    examples = [{"question": "1 + 2", "answer": "3"}, {"question": "4 + 5", "answer": "9"}]
+    found = parts.task.prompts_with(examples, "{question} is {answer}", 44)
+    read = [parts.model.tokenizer.decode(tokens) for tokens in found]
+    assert ["1 + 2 is 3" in read[0], "4 + 5 is 9" in read[1]] == [True, True]
+
+
 def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(tmp_path):
     """The same weights with the same message, in longer rows: nothing to learn."""
     asked = ["algorithm.teacher.prompt='What is {question}?'", "algorithm.teacher.max_prompt_length=44"]
