@@ -25,8 +25,7 @@ _PROCESS_BYTES = 800_000_000
 @dataclass(frozen=True)
 class _Gpu:
     """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
-    board reports.
-    Example: Gpu(capability=9, multiprocessors=132, ...) is an H100."""
+    board reports."""
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -38,8 +37,7 @@ class _Gpu:
 
 @dataclass(frozen=True)
 class _Tpu:
-    """How TPUs come in slices.
-    Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips."""
+    """How TPUs come in slices."""
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
     # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices

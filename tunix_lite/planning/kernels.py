@@ -109,7 +109,7 @@ def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
 
 @dataclass(frozen=True)
 class _Walk:
-    """Of one program. Example: _Walk(program, False).of_computation("main", 1, 1)."""
+    """Of one program."""
 
     program: Program
     scalars_are_free: bool

@@ -12,8 +12,7 @@ SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
 
 @dataclass(frozen=True)
 class _TaskResult:
-    """Scores of one task.
-    Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}})."""
+    """Scores of one task."""
 
     num_examples: int
     # by the name of a model, "model" or "against", and the name of a score

@@ -58,8 +58,7 @@ class FrozenModel:
 
 
 class _Tables(NamedTuple):
-    """The declared weights of a run, in the types that they are stored in.
-    Example: resolved.tables.frozen is None, unless adapters train."""
+    """The declared weights of a run, in the types that they are stored in."""
 
     trained: dict
     # None: all weights train

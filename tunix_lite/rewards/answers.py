@@ -46,8 +46,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
 
 class _Mark(NamedTuple):
     """An answer that the completion marks as such. place: the character where the mark begins.
-    text: what it holds, "" if it is empty or was not closed.
-    Example: "The answer is 12." -> Mark(4, "words", "12")."""
+    text: what it holds, "" if it is empty or was not closed."""
 
     place: int
     kind: str

@@ -35,7 +35,7 @@ class _Opaque:
 
 @dataclass(frozen=True)
 class _CutAssert:
-    """Comparison of one assert. Example: `assert f(1) == 3` is CutAssert(["=="], {1: 3}, 2)."""
+    """Comparison of one assert."""
 
     operators: list[str]
     # the operands that are written out, by their places among all

@@ -21,8 +21,7 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 @dataclass(frozen=True)
 class _Solutions:
     """Makes the example of a row: texts `question` and `answer`, and `####` and a number end the
-    latter.
-    Example: {"question": "How many?", "answer": "1 + 1 = 2\\n#### 2"} gets the `answer` "2"."""
+    latter."""
 
     def check(self, row: dict) -> dict:
         """The example of the row. Raises ValueError for a row that has none."""

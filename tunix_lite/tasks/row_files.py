@@ -32,9 +32,7 @@ def check_on_error(on_error: str) -> None:
 
 
 class _PlacedRow(dict):
-    """A row of a file, which knows its place. What another process gets is a plain dict.
-    Example: PlacedRow({"prompt": "hi"}, "train.jsonl, line", 250).place is "train.jsonl, line 250".
-    """
+    """A row of a file, which knows its place. What another process gets is a plain dict."""
 
     # a file may have millions of rows, all of which are in memory
     __slots__ = ("_file", "_number")
