@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params
-from model_checks import check_sampled, sampled
+from model_checks import check_sampled, groups, layout_of, losses, sampled
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.config import RunConfig
@@ -140,13 +141,12 @@ def test_a_pattern_names_kinds_that_there_are():
 def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_scores():
     assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
     params = random_params(MIXED)
+    one, other = (
+        losses(params, groups(32), layout_of("none"), jnp.float32, MIXED, scan_layers=way) for way in (True, False)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), one, other)
     rollout = sampled(MIXED, params)
-    scored = [
-        jax.jit(partial(token_logprobs, cfg=MIXED, scan_layers=way))(params, rollout.tokens, rollout.token_mask)
-        for way in (True, False)
-    ]
-    np.testing.assert_allclose(*scored, atol=1e-5)
-    check_sampled(rollout, scored[0])
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=MIXED))(params, rollout.tokens, rollout.token_mask))
 
 
 # ---- a family
