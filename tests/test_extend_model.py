@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params
-from model_checks import check_sampled, sampled
+from model_checks import check_sampled, groups, layout_of, losses, sampled
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.config import RunConfig
 from tunix_lite.learner.policy import token_logprobs
-from tunix_lite.models import attention, decoder, hf, source, weights
+from tunix_lite.models import decoder, hf, source, weights
 from tunix_lite.models.architecture import repeated
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
@@ -142,15 +143,12 @@ def test_a_pattern_names_kinds_that_there_are():
 def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_scores():
     assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
     params = random_params(MIXED)
+    one, other = (
+        losses(params, groups(32), layout_of("none"), jnp.float32, MIXED, scan_layers=way) for way in (True, False)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), one, other)
     rollout = sampled(MIXED, params)
-    meta = attention.one_sequence_per_row(rollout.token_mask)
-    hidden = [
-        jax.jit(partial(decoder.forward, cfg=MIXED, scan_layers=way))(params, tokens_BT=rollout.tokens, meta=meta)
-        for way in (True, False)
-    ]
-    np.testing.assert_allclose(*hidden, atol=1e-5)
-    scored = jax.jit(partial(token_logprobs, cfg=MIXED))(params, rollout.tokens, rollout.token_mask)
-    check_sampled(rollout, scored)
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=MIXED))(params, rollout.tokens, rollout.token_mask))
 
 
 # ---- a family

@@ -82,10 +82,13 @@ def layer_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
+formula = jax.jit(partial(delta_net, net=NET, eps=CFG.norm_eps))
+
+
 def by_token(x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
     """One sequence [T, D] through the layer, token after token, in float64."""
     with jax.enable_x64(True):
-        return np.asarray(delta_net(jnp.asarray(x), jax.tree.map(jnp.asarray, w), NET, CFG.norm_eps))
+        return np.asarray(formula(np.float64(x), w))
 
 
 def mixed(x, w, sequences: attention.AttentionMeta, state: DeltaState | None = None, dtype=np.float32):

@@ -250,9 +250,7 @@ def test_a_token_without_an_embedding_is_refused_wherever_it_stands(tmp_path):
 def test_a_template_that_writes_earlier_turns_anew_is_refused_with_what_to_do(tmp_path):
     begins_anew = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "q", begins_anew))
-    with pytest.raises(
-        ValueError, match="differently from its prompt.*; choose a model, or write a chat_template.jinja"
-    ):
+    with pytest.raises(ValueError, match="differently from its prompt.*; choose a model, or write a chat_template.j"):
         made.demonstration("hi", "there")
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ValueError, match="differently when others follow.*set task.learned_turns=last"):
@@ -423,9 +421,7 @@ def test_a_quoted_special_token_is_the_tokens_of_its_letters(tmp_path, family):
 def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
     escapes = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "q", escapes))
-    with pytest.raises(
-        ValueError, match="the chat template does not write 'a <|im_end|>' as it is".replace("|", r"\|")
-    ):
+    with pytest.raises(ValueError, match=r"the chat template does not write 'a <\|im_end\|>' as it is"):
         made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
     made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
     assert made.backend.token_to_id("<|im_end|>") not in made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
