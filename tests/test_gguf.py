@@ -508,7 +508,11 @@ def test_adapters_alone_add_up_to_the_merged_model_of_llama_cpp(tmp_path, models
         (False, {"kind": "gguf", "dtype": "bf16"}, "dtype=bf16: tensors of kind=gguf have a type"),
         (False, {"kind": "gguf", "gguf_type": "q4_k"}, "type='q4_k'; it is f32, f16, bf16, q8_0, or null"),
         (False, {"kind": "full", "gguf_type": "f16"}, "type=f16: type is of kind=gguf"),
-        (False, {"kind": "gguf_adapter"}, "kind=gguf_adapter: the model has no adapters; give full, or gguf for the families gemma2"),
+        (
+            False,
+            {"kind": "gguf_adapter"},
+            "kind=gguf_adapter: the model has no adapters; give full, or gguf for the families gemma2",
+        ),
         (True, {"kind": "gguf_adapter", "gguf_type": "f16"}, "type=f16: adapters are written in float32"),
     ],
 )

@@ -130,7 +130,10 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
         # Gemma 4
         ("<|tool_call>call:add{a:1,b:2}<tool_call|>", [ADD]),
-        ("I add.<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>", [ADD, ToolCall("now", {})]),
+        (
+            "I add.<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>",
+            [ADD, ToolCall("now", {})],
+        ),
         ("<|tool_call>call:add{a:1,b:2}", [ADD]),
         (
             '<|tool_call>call:log.in{to:<|"|>say "a:1", {b:2}\n<|"|>,no:None,deep:{x:[true,-1.5e3,<|"|><|"|>,null]}}<tool_call|>',
@@ -158,7 +161,7 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
         ("<function=add>no</function>", "the arguments of add are no JSON"),
         ("<|tool_call>add{a:1}<tool_call|>", "a call is call:name{argument:value}; this is"),
-        ("<|tool_call>call:add{a:<|\"|>1}<tool_call|>", "the arguments of add are no JSON"),
+        ('<|tool_call>call:add{a:<|"|>1}<tool_call|>', "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
         ("```tool_code\nadd(a=b)\n```", "an argument is no plain value"),
         ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),

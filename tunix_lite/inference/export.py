@@ -82,7 +82,9 @@ def check_export(
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if kind != "gguf" and (kind == "full") == model_has_adapters:
-        formats = ("merged, adapter", "gguf_adapter") if model_has_adapters else ("full", "gguf")
+        formats = (
+            ("merged, adapter", "gguf_adapter") if model_has_adapters else ("full", "gguf")
+        )
         in_gguf = ", ".join(MODEL_TYPES)
         right = f"{formats[0]}, or {formats[1]} for the families {in_gguf}"
         raise ConfigError(
