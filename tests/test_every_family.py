@@ -96,9 +96,8 @@ def test_packed_is_alone_and_what_is_sampled_is_what_is_scored(name, mesh, slots
     batches, cfg = [(fixed, exact[0])], tiny(name)
     set_mesh(*mesh)
     for count in slots:
-        how = {"rollout": RolloutConfig(num_slots=count, chunk=4)}
-        generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (3, 5, 7), 0, **how)
-        prompts = [[5, 6, 7], [8] * PROMPT, [9], [11, 12]]
+        rollout, prompts = RolloutConfig(num_slots=count, chunk=4), [[5, 6, 7], [8] * PROMPT, [9], [11, 12]]
+        generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (3, 5, 7), 0, rollout=rollout)
         sampled = generate(drawn(cfg, np.float32), prompts, jax.random.key(0), num_generations=2)
         counts = np.float32(sampled.completion_mask)
         assert len(set(counts.sum(axis=1))) > 1, "all are of one length"

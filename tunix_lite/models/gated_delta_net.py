@@ -368,17 +368,33 @@ def _inverse(below: jax.Array) -> jax.Array:
     """(1 + below)^-1 of matrices [..., size, size] that have values below their diagonal only."""
     # By blocks of twice the size in each round, so it is made of products, which a mesh can divide.
     # A series of powers of `below` would need fewer, but its terms grow large and cancel out.
-    *batch, size, _ = below.shape
-    blocks = jnp.ones((*batch, size, 1, 1), below.dtype)
-    half = 1
+    # Blocks are cut by slices: a TPU's memory has 128 numbers for each row, so a reshape of the
+    # matrix to small blocks would take up to 64 times its bytes.
+    size = below.shape[-1]
+
+    def along_diagonal(width: int, row: int, half: int) -> jax.Array:
+        corners = [
+            below[..., i + row : i + row + half, i : i + half] for i in range(0, size, width)
+        ]
+        return jnp.stack(corners, axis=-3)
+
+    def product(*factors: jax.Array) -> jax.Array:
+        return _einsum("...ij,...jk,...kl->...il", *factors)
+
+    # Blocks of up to 8, whole: X <- X - X C X, where C is the lower left quarter of those of twice
+    # the size.
+    half = min(8, size)
+    inner = along_diagonal(half, 0, half)
+    place = np.arange(half)
+    blocks = jnp.where(place[:, None] == place, jnp.ones_like(inner), 0)
+    for quarter in (1, 2, 4):
+        is_same_block = place[:, None] // (2 * quarter) == place // (2 * quarter)
+        is_corner = is_same_block & (place[:, None] // quarter > place // quarter)
+        blocks = blocks - product(blocks, jnp.where(is_corner, inner, 0), blocks)
     while half < size:
-        count = size // (2 * half)
-        parts = below.reshape(*batch, count, 2 * half, count, 2 * half)
-        diagonal = jnp.moveaxis(jnp.diagonal(parts, axis1=-4, axis2=-2), -1, -3)
         upper = blocks[..., 0::2, :, :]
         lower = blocks[..., 1::2, :, :]
-        corner = _einsum("...ij,...jk->...ik", lower, diagonal[..., half:, :half])
-        corner = -_einsum("...ij,...jk->...ik", corner, upper)
+        corner = -product(lower, along_diagonal(2 * half, half, half), upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         blocks = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
         half *= 2

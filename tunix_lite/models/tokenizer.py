@@ -258,9 +258,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens. skip_special: without the special tokens, other than those of
         calls."""
-        kept = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
+        visible = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
         with _panics_named():
-            return self.backend.decode(kept, skip_special_tokens=False)
+            return self.backend.decode(visible, skip_special_tokens=False)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A decoder for tokens that come one after the other. skip_special: as of `decode`."""

@@ -63,6 +63,15 @@ class MemoryEstimate:
             parts[name] = resolved.table_bytes(stored)
         return parts
 
+    def code(self) -> int:
+        """The bytes of all programs where they lie in the memory of the device, on TPUs: layers of
+        prompts and of decoding stand there one by one. As libtpu made it of Gemma 3 270M, Gemma 4
+        E2B and Qwen 3.5 0.8B (November 2026)."""
+        if self.resolved.platform != "tpu":
+            return 0
+        kinds = self.resolved.cfg.kinds_of_weights
+        return 150_000_000 + 6_000_000 * len(kinds) + 17_000_000 * kinds.count("delta")
+
     # ---- sampling
 
     def rollout(self) -> dict[str, int]:
@@ -89,6 +98,10 @@ class MemoryEstimate:
         block, width, _ = memory.prompt_cache
         rows = -(-block // resolved.fsdp)
         reading = self._layer_at_work(rows * width) + self._scores_at_work(rows, width)
+        if resolved.platform == "tpu":
+            # Layers are not in a loop there, and XLA keeps what each half of them adds to.
+            hidden = resolved.itemsize * rows * width * cfg.embed_dim
+            reading += 2 * cfg.num_layers * hidden
         return {
             "weights to sample": self.sampling_copy(is_gathered),
             "cache": memory.cache_bytes(),

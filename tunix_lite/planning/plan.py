@@ -122,6 +122,7 @@ def assemble_plan(
     resident = MemoryEstimate(resolved).resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
+    code = code if done else MemoryEstimate(resolved).code()
     with_code = resident | ({PROGRAMS: code} if code else {})
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
