@@ -311,20 +311,6 @@ def test_every_setting_of_a_run_is_in_its_fingerprint_or_is_free_for_a_reason(gr
     assert free | names == {field.name for field in dataclasses.fields(getattr(run, group))}
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("evaluation.num_examples=64", "evaluation.num_examples: 64 here, 256 there"),
-        ("evaluation.temperature=1.0", "evaluation.temperature: 1.0 here, 0.7 there"),
-        ("training.max_steps=90", "training.max_steps: 90 here, 60 there"),
-    ],
-)
-def test_what_may_change_in_a_run_and_changes_its_numbers_is_said_with_both_values(override, words, tmp_path):
-    decays = "optimizer.schedule=linear"
-    assert check_same_run(kept_of(decays, override), kept_of(decays), tmp_path, force=False) == words
-    assert "max_steps" not in kept_of("training.max_steps=90")["training"], "no number depends on the last step"
-
-
 def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "reward_of_a_user.py"

@@ -445,17 +445,6 @@ TWO = ("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2 
 TWO_TURNS = chat_of(*TWO)
 
 
-def test_a_conversation_is_asked_up_to_its_last_answer_and_that_answer_is_learned(tokenizer, tmp_path):
-    task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="last")
-    asked = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nho<end_of_turn>\n<start_of_turn>user\n"
-    asked += "1 + 1?<end_of_turn>\n<start_of_turn>model\n"
-    assert tokenizer.decode(task.text.prompt(TWO_TURNS), skip_special=False) == asked
-    said, learned = task.text.demonstration(TWO_TURNS)
-    assert tokenizer.decode(said, skip_special=False) == "2 <end_of_turn><end_of_turn>" and all(learned)
-    assert said.count(106) == 1  # the letters of the row end no turn
-    assert task.text.ask(TWO_TURNS) == "1 + 1?"
-
-
 def test_all_turns_of_the_assistant_are_learned_and_no_other_token(tokenizer, tmp_path):
     task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="all")
     task = replace(task, max_prompt_length=16, max_new_tokens=64)
