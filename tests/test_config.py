@@ -240,9 +240,6 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
         with pytest.raises(ConfigError, match=said):
             compose([f"+{key}._target_={name}"])
     assert compose(["+model.lora._target_=noisy.Wide", "~model.lora.rank"]).model.lora.rank == 16
-    scaling = "{_target_: tunix_lite.models.architecture.RopeScaling, factor: 2.0}"
-    scaled = compose(["model=random", f"model.architecture.rope_scaling={scaling}"]).model.architecture
-    assert scaled.rope_scaling.factor == 2
 
 
 def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
