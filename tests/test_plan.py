@@ -1,5 +1,6 @@
 """What fits and how fast it can be: a plan is compared with what runs, and with numbers worked out by hand."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -568,6 +569,7 @@ def test_a_packed_run_of_one_step_has_the_plan_of_its_programs_a_trace_and_a_tab
         assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
 
 
+@functools.cache
 def qwen(*overrides: str) -> Plan:
     """Qwen 3 14B on 8 H100, 64 x 8 sequences of 1024 + 4096 tokens: with the optimizer there, weights whole are too much
     (22 GB of parameters and moments, 30 of weights, 27 of cache and 11 of prompts: 89 GB)."""
