@@ -610,18 +610,6 @@ def doctor_says(folder: Path) -> list[str]:
     return [escaped(line, 1000) for line in doctor.finding_lines(evidence, diagnose(evidence))]
 
 
-def test_the_doctor_shows_nothing_of_a_text_that_acts_on_a_terminal(tmp_path):
-    row = {"prompt": "\x1b[2J", "completion": "\x1b]0;owned\x07" * 9, "reward": 0.0, "correct": False}
-    row |= {"extracted": None, "advantage": 0.0, "finish_reason": "\u202e", "group": 0}
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step_000001.jsonl").write_text((json.dumps(row) + "\n") * 16)
-    steps = [{"step": i, "train/loss": 0.0, "reward/\x1b[2J": 1.0, "rewards/errors": 9} for i in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (tmp_path / "status.json").write_text(json.dumps({"status": "failed", "error": "\x1b[2J\n\x07"}))
-    said = doctor_says(tmp_path)
-    assert len(said) > 3 and all(line.isprintable() for line in said)
-
-
 def test_a_line_without_an_end_is_given_up(tmp_path):
     """A hole of a terabyte, which takes no room on the disk."""
     with (tmp_path / "metrics.jsonl").open("wb") as file:

@@ -84,13 +84,6 @@ def test_rewards_by_hand():
     assert contains("a <b> c", {}, text="<b>") == 1.0
 
 
-def test_prompts_have_their_own_lengths_and_are_asked_by_the_template(task, tokenizer):
-    prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
-    assert len(prompts[0]) < len(prompts[1]) <= task.max_prompt_length
-    text = tokenizer.backend.decode(prompts[0], skip_special_tokens=False)
-    assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
-
-
 class Words:
     """A tokenizer whose tokens are the numbers in the text; it keeps what it was asked."""
 
