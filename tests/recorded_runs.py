@@ -6,8 +6,8 @@
 
 Record before a change that must change nothing, record after it, and compare. Each run is a process of its own, started
 as a user starts it: `run_training.py` or the launcher. The script imports nothing of the package, so that modules may
-move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, a
-SHA-256 digest over the arrays of the last checkpoint, the names of the files in its folder, and digests of its samples.
+move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, and
+SHA-256 digests of the arrays of the last checkpoint and of the files of samples.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -96,10 +95,6 @@ FLAGS = "--xla_backend_optimization_level=0"  # compiling takes most of the time
 if version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
-FILE_NAMES = [  # parts of file names that are another one each time
-    (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
-    (r"/d/[0-9a-f]{32}$", "/d/<hash>"),  # orbax
-]
 READING = threading.Lock()  # orbax reads one checkpoint at a time
 
 
@@ -176,14 +171,14 @@ def ended(process: subprocess.Popen, is_enough=lambda: False) -> int:
     return process.wait()
 
 
-def run_all(run: Run, folder: Path) -> list[int]:
+def run_all(run: Run, folder: Path) -> dict[str, int]:
     """The exit codes of the processes that were started, one after the other, for this run."""
-    codes = []
+    codes = {}
     if run.kill:
-        codes.append(ended(started(run, folder, **{HELD_FOLDER: str(folder)}), lambda: is_held(folder)))
-        if codes != [-signal.SIGKILL]:
+        codes["killed"] = ended(started(run, folder, **{HELD_FOLDER: str(folder)}), lambda: is_held(folder))
+        if codes["killed"] != -signal.SIGKILL:
             raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
-    return [*codes, ended(started(run, folder))]
+    return codes | {"last": ended(started(run, folder))}
 
 
 # ---- reading what a run left
@@ -196,98 +191,65 @@ def metrics_of(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith(ON_THE_CLOCK)} for row in rows]
 
 
-def checkpoint_of(folder: Path) -> dict | None:
-    """Of the last checkpoint: its step, the number of its arrays, and a digest of each part of the state."""
-    steps = [path for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
-    if not steps:
-        return None
-    last = max(steps, key=lambda path: int(path.name))
-    with READING:
-        arrays = read_arrays(last / "default")
-    part_of = {name: re.match(r"\W*(\w+)", name)[1] for name in arrays}
-    digests = {
-        part: digest_of({name: x for name, x in arrays.items() if part_of[name] == part})
-        for part in sorted({*part_of.values()})
-    }
-    return {"step": int(last.name), "arrays": len(arrays), "sha256": digests}
-
-
-def read_arrays(checkpoint: Path) -> dict:
-    """{path: array} of what orbax wrote there, whatever mesh it was on."""
+def checkpoint_of(folder: Path) -> dict:
+    """Of the last checkpoint: its step, and a digest of each array that orbax wrote there, whatever mesh it was on."""
     os.environ.update(JAX_PLATFORMS="cpu")
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
 
+    steps = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        return {}
+    place = folder / "checkpoints" / str(max(steps)) / "default"
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax looks here for a file of the folder above, and says so
-    reader = ocp.PyTreeCheckpointer()
-    shapes = reader.metadata(checkpoint).item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-    state = reader.restore(checkpoint, restore_args=as_numpy)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def digest_of(arrays: dict) -> str:
-    """SHA-256 over names, types, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
-    return digest.hexdigest()
-
-
-def files_of(folder: Path) -> list[str]:
-    """The names of all files, each once, without those parts that are another one each time."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    for pattern, shown in FILE_NAMES:
-        names = [re.sub(pattern, shown, name) for name in names]
-    return sorted(set(names))
+    with READING:
+        reader = ocp.PyTreeCheckpointer()
+        shapes = reader.metadata(place).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        state = reader.restore(place, restore_args=as_numpy)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    digests = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    return {"step": max(steps)} | {name: f"{x.dtype} {x.shape} {digests[name]}" for name, x in arrays.items()}
 
 
 def recorded(run: Run, folder: Path) -> dict:
     """Makes the run and says what it left."""
     codes = run_all(run, folder)
-    samples = sorted(folder.glob("samples/*"))
-    return {
-        "exit_codes": codes,
-        "metrics": metrics_of(folder),
-        "checkpoint": checkpoint_of(folder),
-        "files": files_of(folder),
-        "samples": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in samples},
-    }
+    samples = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("samples/*"))}
+    checkpoint = checkpoint_of(folder)
+    return {"exit_codes": codes, "metrics": metrics_of(folder), "checkpoint": checkpoint, "samples": samples}
 
 
 # ---- comparing
 
 
-PARTS = ("exit_codes", "checkpoint", "files", "samples")
-
-
 def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
-    """Compared as text: a NaN equals a NaN, and the order of the keys counts."""
+    """Compared as text: a NaN equals a NaN."""
     if len(one) != len(other):
         yield f"metrics: {len(one)} lines, now {len(other)}"
     for before, after in zip(one, other, strict=False):
-        if json.dumps(before) == json.dumps(after):
-            continue
-        differing = [key for key in before | after if json.dumps(before.get(key)) != json.dumps(after.get(key))]
-        for key in differing:
-            yield f"metrics of step {before['step']}: {key} {before.get(key)}, now {after.get(key)}"
-        if not differing:
-            yield f"metrics of step {before['step']}: the keys are in another order"
+        for key in before | after:
+            if json.dumps(before.get(key)) != json.dumps(after.get(key)):
+                yield f"metrics of step {before['step']}: {key} {before.get(key)}, now {after.get(key)}"
 
 
-def differences(one: dict, other: dict, parts: tuple[str, ...] = PARTS) -> list[str]:
+def differences(one: dict, other: dict, parts: tuple[str, ...] = ("exit_codes", "checkpoint", "samples")) -> list[str]:
     """What differs between two records of one run."""
-    named = [name for name in parts if one[name] != other[name]]
-    return [f"{name}: {one[name]}, now {other[name]}" for name in named] + [
-        *different_metrics(one["metrics"], other["metrics"])
+    lines = [
+        f"{part}: {key} {one[part].get(key)}, now {other[part].get(key)}"
+        for part in parts
+        for key in one[part] | other[part]
+        if one[part].get(key) != other[part].get(key)
     ]
+    return [*lines, *different_metrics(one["metrics"], other["metrics"])]
 
 
 def broken_claims(runs: dict[str, dict]) -> list[str]:
     """What is wrong with a recording by itself: a run that failed, or one that is not like its twin."""
-    broken = [f"{name}: exit code {run['exit_codes'][-1]}" for name, run in runs.items() if run["exit_codes"][-1]]
+    broken = [
+        f"{name}: exit code {run['exit_codes']['last']}" for name, run in runs.items() if run["exit_codes"]["last"]
+    ]
     for one, other in TWINS:
         if one in runs and other in runs:
             lines = differences(runs[other], runs[one], ("checkpoint",))

@@ -541,16 +541,6 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     assert loss == 2.0
 
 
-def test_the_rewards_of_the_docs_judge_as_they_say(with_the_example):
-    task = composing.compose(["task=capitals"]).task
-    example = json.loads((EXAMPLE / "data" / "capitals_train.jsonl").read_text().splitlines()[0])
-    scores = {
-        name: reward.weight * reward.fn("It is Paris.\nReally.", example) for name, reward in task.rewards.items()
-    }
-    assert scores == {"names_it": 1.0, "few_words": 0.0}
-    assert task.extract("It is Paris.\nReally.") == "It is Paris."
-
-
 def test_every_test_that_the_page_of_mistakes_names_is_there():
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/references/mistakes.md").read_text())
     assert len(named) > 40

@@ -248,12 +248,10 @@ WRONG_SETTINGS = {
     "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
     "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
-    "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
     "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "of regular expressions it takes names"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
     "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
     "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
-    "seed that is text": ("../seed", "0", "seed is '0'"),
     "model that is a list": ("..", [], "model is []"),
     "a kind of layer": ("architecture", {"pattern": ["hostile_plug.KIND"]}, "pattern names 'hostile_plug.KIND', and a folder"),
 }  # fmt: skip
@@ -298,7 +296,6 @@ def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good
 
 COMMANDS = {
     "generate": (generate.main, ["prompt=hi"]),
-    "chat": (generate.main, []),
     "export": (export.main, ["out=exported"]),
     "evaluate": (evaluate.main, ["evaluate.num_examples=1", "out=exported"]),
 }
@@ -461,10 +458,8 @@ TEMPLATES = {
     "a large text": ("{{ 'a' * 17 * 10**6 }}", "16,777,216 are the most"),
     "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
     "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
-    "the class": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
     "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
     "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
-    "divides by zero": ("{{ 1 // 0 }}", "fails in line 1"),
 }
 
 
@@ -559,13 +554,9 @@ ADAPTERS = {
     "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
     "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
     "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
-    "rank true": (adapter(r=True), ("r=True",)),
     "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
-    "alpha of 4,000 digits": (adapter(lora_alpha=10**4000), ("lora_alpha=1000",)),
     "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
-    "a key with escape codes": (adapter(**{"\x1b[2J": 1}), ("\\x1b[2J=1 is not supported",)),
     "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
-    "tensors that are a pipe": (lambda f: put_in(f, peft.TENSORS, "a pipe"), ("has no adapter_model.safetensors",)),
     "tensors of another model": (lambda f: save_file({"x": np.ones(2, np.float32)}, f / peft.TENSORS), ("no adapter of",)),
 }  # fmt: skip
 
@@ -617,18 +608,6 @@ def doctor_says(folder: Path) -> list[str]:
     evidence = read_evidence(folder)
     json.dumps([vars(finding) for finding in diagnose(evidence)])
     return [escaped(line, 1000) for line in doctor.finding_lines(evidence, diagnose(evidence))]
-
-
-def test_the_doctor_shows_nothing_of_a_text_that_acts_on_a_terminal(tmp_path):
-    row = {"prompt": "\x1b[2J", "completion": "\x1b]0;owned\x07" * 9, "reward": 0.0, "correct": False}
-    row |= {"extracted": None, "advantage": 0.0, "finish_reason": "\u202e", "group": 0}
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step_000001.jsonl").write_text((json.dumps(row) + "\n") * 16)
-    steps = [{"step": i, "train/loss": 0.0, "reward/\x1b[2J": 1.0, "rewards/errors": 9} for i in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (tmp_path / "status.json").write_text(json.dumps({"status": "failed", "error": "\x1b[2J\n\x07"}))
-    said = doctor_says(tmp_path)
-    assert len(said) > 3 and all(line.isprintable() for line in said)
 
 
 def test_a_line_without_an_end_is_given_up(tmp_path):

@@ -1,5 +1,6 @@
 """What fits and how fast it can be: a plan is compared with what runs, and with numbers worked out by hand."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,21 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ragged_prompts, random_params, set_mesh
+from conftest import random_params, set_mesh
 from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
-from tunix_lite.learner.optim import init_opt_state, make_optimizer
-from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.rows import at_every_width
-from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.lora import acting_params
-from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
@@ -41,11 +37,10 @@ from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
 from tunix_lite.resolved.parts import scored_batch_shapes
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout import generate as sampler
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
-from tunix_lite.types import Batch, TrainState
+from tunix_lite.types import Batch
 
 SMALL = [
     "training.packing=none",
@@ -92,80 +87,7 @@ def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
     return Machine("attached", "cpu", devices, hardware, capacity, "by decree")
 
 
-# ---- a plan is true
-
-
-def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
-    """memory_analysis of the programs that one step of this run compiles; everything really runs."""
-    found, make = {}, sampler.Programs
-
-    def noting(name, program):
-        def call(*args):
-            if name not in found:
-                found[name] = program.lower(*args).compile().memory_analysis()
-            return program(*args)
-
-        return call
-
-    def programs(*args):
-        made = make(*args)
-        for name in ("prefill", "decode"):
-            setattr(made, name, noting(name, getattr(made, name)))
-        return made
-
-    monkeypatch.setattr(sampler, "Programs", programs)
-    set_mesh(fsdp, tp)
-    case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
-    run = case.run
-    model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
-    frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
-    reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
-    rollout = replace(run.rollout, num_slots=case.slots, weights=case.sampling_weights)
-    generate = sampler.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
-    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
-    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    step = TrainStep(policy, run.algorithm, optimizer, case.lora)
-
-    prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
-    drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
-    mask, tokens = np.asarray(drawn.completion_mask), np.asarray(drawn.tokens)
-    batch = Batch(tokens, np.asarray(drawn.token_mask), mask / mask.sum(), np.ones(mask.shape, np.float32))
-    batch = batch.replace(old_logprobs=np.asarray(drawn.logprobs), loss_weight=batch.loss_weight.astype(np.float32))
-    laid_out, _ = case.rows.lay_out(batch)
-    found["scoring"] = scoring_program(policy.scores, case.rows).lower(reference, laid_out).compile().memory_analysis()
-    batch = batch.replace(ref_logprobs=np.asarray(policy.scorers["reference"](batch)))
-    laid_out, _ = case.rows.lay_out(batch)
-    found["update"] = step.compile(state, frozen, laid_out).memory_analysis()
-    step(state, frozen, laid_out)
-    return found
-
-
-@pytest.mark.parametrize(
-    "overrides, fsdp, tp",
-    [
-        (["training.mixed_precision=bf16"], 2, 2),
-        pytest.param(
-            ["training.mixed_precision=bf16_params", "model.lora.rank=4", "model.lora.base=nf4"], 2, 1, marks=WIDE
-        ),
-    ],
-    ids=["full", "lora"],
-)
-def test_the_plan_is_what_the_programs_of_a_run_take(overrides, fsdp, tp, monkeypatch):
-    tiny = [*SMALL, *LENGTHS, "model=random", "model.architecture.num_layers=1"]
-    run = compose([*tiny, "algorithm.kl_coef=0.04", *overrides])
-    planned = plan.estimated(run, machine(GiB), *find_model(run.model), {"fsdp": fsdp, "tp": tp})
-    planned = plan.with_compiled(planned, jax.devices()[: fsdp * tp])
-    assert planned.source == "compiled"
-    real = measured(run, fsdp, tp, monkeypatch)
-    assert real.keys() == planned.programs.keys()
-    for name, sizes in real.items():
-        program = planned.programs[name]
-        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
-        assert program.alias_bytes == pytest.approx(sizes.alias_size_in_bytes, rel=0.01), name
-        peak = program.argument_bytes + program.temp_bytes
-        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
+# ---- batches
 
 
 @pytest.mark.parametrize("packing", ["none", "sequences", "prefix"])
@@ -517,17 +439,18 @@ STARTS = [
 
 @pytest.fixture
 def compiled_programs(monkeypatch):
-    """How often the programs that learn are compiled, by name."""
-    counts, compile_one = Counter(), jax.stages.Lowered.compile
+    """How often each program is compiled, and the first memory_analysis of each, by its name in plans."""
+    counts, sizes, compile_one = Counter(), {}, jax.stages.Lowered.compile
 
     def counting(self, *args, **kwargs):
-        name = re.search(r"module @jit_*(\w+)", self.as_text())[1]
-        if name in ("update", "score"):
-            counts[name] += 1
-        return compile_one(self, *args, **kwargs)
+        name = re.search(r"module @jit_*(\w+)", self.as_text())[1].replace("score", "scoring")
+        done = compile_one(self, *args, **kwargs)
+        counts[name] += 1
+        sizes.setdefault(name, done.memory_analysis())
+        return done
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
-    return counts
+    return counts, sizes
 
 
 def a_gib_a_sequence(machine, case, done):
@@ -539,7 +462,7 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
     monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
     monkeypatch.setattr(at_start, "attached_machine", lambda: machine(3 * GiB))
     train(compose([*STARTS, "algorithm.num_generations=2", "training.micro_batch_size=auto"]), tmp_path)
-    assert compiled_programs == {"update": 2, "score": 1}
+    assert [compiled_programs[0][name] for name in ("update", "scoring")] == [2, 1]
     log = (tmp_path / "train.log").read_text()
     assert "micro_batch_size=4: 4.00 GiB of 3.00 a device" in log
     assert "micro_batch_size=2: 2.00 GiB of 3.00 a device" in log
@@ -558,20 +481,34 @@ def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
-def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compiled_programs):
-    """What the plan compiles is what the run runs: each program is compiled once."""
+def test_a_packed_run_of_one_step_has_the_plan_of_its_programs_a_trace_and_a_table(tmp_path, compiled_programs):
+    """What the plan compiles is what the run runs: each program is compiled once, and takes the bytes that it says."""
+    counts, real = compiled_programs
+
     more = ["training.packing=sequences", "training.max_steps=1", "training.profile_communication=true"]
-    more += ["model.mesh_shape=[[2,2],[fsdp,tp]]"]
-    train(compose([*STARTS, *more]), tmp_path)
+    run = compose([*STARTS, *more, "model.mesh_shape=[[2,2],[fsdp,tp]]", "training.mixed_precision=bf16"])
+    train(run, tmp_path)
     phases = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["phases"]
     sources = {phase["name"]: phase["source"] for phase in phases}
     assert sources == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
-    assert compiled_programs == {"update": 1, "score": 1}
+    assert counts["update"] == counts["scoring"] == 1
+    real = dict(real)
     assert " GiB a device at most (plan.json)" in (tmp_path / "train.log").read_text()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     assert "| all-reduce | " in (tmp_path / "communication.md").read_text()
 
+    planned = plan.estimated(run, machine(GiB), *find_model(run.model), {"fsdp": 2, "tp": 2})
+    planned = plan.with_compiled(planned, jax.devices())
+    assert planned.source == "compiled" and len(planned.programs) == 4
+    for name, program in planned.programs.items():
+        sizes = real[name]
+        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
+        assert program.alias_bytes == pytest.approx(sizes.alias_size_in_bytes, rel=0.01), name
+        peak = program.argument_bytes + program.temp_bytes
+        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
 
+
+@functools.cache
 def qwen(*overrides: str) -> Plan:
     """Qwen 3 14B on 8 H100, 64 x 8 sequences of 1024 + 4096 tokens: with the optimizer there, weights whole are too much
     (22 GB of parameters and moments, 30 of weights, 27 of cache and 11 of prompts: 89 GB)."""

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -49,40 +48,3 @@ def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_p
         "grpo smollm2 tiny: prompt_tokens differs, {'ours': 12, 'trl': 13}",
         "grpo: P, 2 cores, jax 1, trl 2; load before 0.25 at most; 2026-11-27 abc",
     ]
-
-
-WORKER = """
-import sys
-sys.path.insert(0, {peers!r})
-from turns import Turns
-turns = Turns()
-turns.ready()
-number = 0
-while turns.wait():
-    with open({order!r}, "a") as order:
-        order.write(sys.argv[1])
-    number += 1
-    if sys.argv[1] == "t" and number == 3:
-        sys.exit("no more in /some/folder/file.txt")
-    turns.lengths = [4, 3]
-    turns.done()
-"""
-
-
-def test_ours_starts_twice_all_take_turns_and_one_that_fails_is_left_out(race, tmp_path, monkeypatch):
-    order = tmp_path / "order"
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(peers=str(RACE.parents[1] / "peers"), order=str(order)))
-    letters = {"ours": "o", "transformers": "t", "llama_cpp": "l"}
-    monkeypatch.setattr(race, "command_of", lambda side, args: [sys.executable, str(script), letters[side]])
-    monkeypatch.setattr(race, "with_files", lambda work, args, folder: work)
-    monkeypatch.setattr(race, "VENVS", tmp_path)
-    work = {"name": "x", "training": {"threads": 1}}
-    sides = race.race(work, Namespace(rounds=3), {"ours": None, "transformers": None, "llama_cpp": "not here"})
-
-    # ours without programs, ours again, the other; then rounds, of which the other fails in the second
-    assert order.read_text() == "o" + "ot" + "ot" * 2 + "o"
-    assert sides["llama_cpp"] == {"not_measured": "not here"}
-    assert "no more in file.txt" in sides["transformers"]["not_measured"]
-    assert [each["tokens"] for each in sides["ours"]["rounds"]] == [7, 7, 7]
-    assert {"without_programs", "first", "facts"} <= sides["ours"].keys()

@@ -193,22 +193,6 @@ def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
         assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
 
 
-def test_the_head_and_the_examples_are_those_of_the_files(run):
-    folder, rows, truth = run
-    words = " ".join(read(folder).words)
-    before, after = truth[0][0], truth[STEPS][0]
-    assert f"{before.mean():.1%} → {after.mean():.1%}".replace("%", " %") in words
-    rewards = np.array([row["reward/mean"] for row in rows[1:]])
-    assert f"{rewards[:20].mean():.3g} → {rewards[-20:].mean():.3g}" in words
-    assert "60 of 60" in words and "60,000" in words
-    improved, spoilt = (~before & after).sum(), (before & ~after).sum()
-    both, none = (before & after).sum(), (~before & ~after).sum()
-    assert f"{improved} were improved, {spoilt} were spoilt, {both} stayed right, {none} stayed wrong" in words
-    for group in np.flatnonzero(before & ~after)[:1]:
-        assert f"{group} at 0" in words and f"{group} at {STEPS}" in words
-    assert "reward 0.75" in words and "near 0.5 · advantage -0.50" in words
-
-
 def test_a_drawn_curve_lies_where_its_numbers_are():
     """Read back through the numbers at the grid, as an eye does."""
     steps, values = list(range(1, 41)), np.random.default_rng(0).normal(3, 1, 40).tolist()

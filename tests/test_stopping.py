@@ -105,21 +105,6 @@ def heard(said: list) -> list:
     return said
 
 
-def test_a_rollout_is_left_only_where_the_state_is_whole():
-    with stopping.Stopping(None, print) as asked:
-        asked.check_between_chunks()
-        asked.check_before_update()
-        signal.raise_signal(signal.SIGTERM)
-        asked.check_between_chunks()
-        asked.check_before_update()
-        assert not asked.is_requested()
-        asked.may_stop = True
-        assert asked.is_requested()
-        for ask in (asked.check_between_chunks, asked.check_before_update):
-            with pytest.raises(stopping.StopRun):
-                ask()
-
-
 @pytest.mark.parametrize(
     "may_stop, has_learned, under_way, promise",
     [

@@ -84,13 +84,6 @@ def test_rewards_by_hand():
     assert contains("a <b> c", {}, text="<b>") == 1.0
 
 
-def test_prompts_have_their_own_lengths_and_are_asked_by_the_template(task, tokenizer):
-    prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
-    assert len(prompts[0]) < len(prompts[1]) <= task.max_prompt_length
-    text = tokenizer.backend.decode(prompts[0], skip_special_tokens=False)
-    assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
-
-
 class Words:
     """A tokenizer whose tokens are the numbers in the text; it keeps what it was asked."""
 
@@ -443,17 +436,6 @@ def chat_of(*turns: tuple[str, str]) -> dict:
 
 TWO = ("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2 <end_of_turn>")
 TWO_TURNS = chat_of(*TWO)
-
-
-def test_a_conversation_is_asked_up_to_its_last_answer_and_that_answer_is_learned(tokenizer, tmp_path):
-    task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="last")
-    asked = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nho<end_of_turn>\n<start_of_turn>user\n"
-    asked += "1 + 1?<end_of_turn>\n<start_of_turn>model\n"
-    assert tokenizer.decode(task.text.prompt(TWO_TURNS), skip_special=False) == asked
-    said, learned = task.text.demonstration(TWO_TURNS)
-    assert tokenizer.decode(said, skip_special=False) == "2 <end_of_turn><end_of_turn>" and all(learned)
-    assert said.count(106) == 1  # the letters of the row end no turn
-    assert task.text.ask(TWO_TURNS) == "1 + 1?"
 
 
 def test_all_turns_of_the_assistant_are_learned_and_no_other_token(tokenizer, tmp_path):

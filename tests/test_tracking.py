@@ -62,16 +62,10 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
 
 
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
-    run = tmp_path / "outputs" / "project" / "day" / "run"
-    latest = tmp_path / "outputs" / "latest"
+    run, latest = tmp_path / "outputs" / "day" / "run", tmp_path / "outputs" / "latest"
     run.mkdir(parents=True)
-    assert not latest.exists()
-    RunDir(run).point_latest_here()
-    assert latest.resolve() == run.resolve()
-    RunDir(latest).point_latest_here()
-    other = RunDir(run.parent / "other", process=1)
-    other.path.mkdir()
-    other.point_latest_here()
+    for named in (run, latest):
+        RunDir(named).point_latest_here()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 
 

@@ -271,39 +271,28 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
     each = {name: np.array([sample["rewards"][name] for sample in samples]) for name in ("correct", "short")}
     rewards = each["correct"] + each["short"]
     assert [sample["reward"] for sample in samples] == rewards.tolist()
-    lengths = np.array([len(sample["tokens"]) for sample in samples])
-    again = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        **{f"reward/{name}": values.mean() for name, values in each.items()},
-        "completions/correct": np.mean([sample["correct"] for sample in samples]),
-        "completions/mean_length": lengths.mean(),
-        "completions/max_length": lengths.max(),
-        "completions/truncated": 1 - np.mean([sample["finish_reason"] != "length" for sample in samples]),
-    }
-    assert again == {name: row[name] for name in again}
-
     groups = rewards.reshape(4, 4)
     assert [sample["group"] for sample in samples] == np.repeat(range(4), 4).tolist()
     agree = groups.min(axis=1) == groups.max(axis=1)
-    assert row["reward/groups_that_agree"] == agree.mean()
+    lengths = np.array([len(sample["tokens"]) for sample in samples])
+    ended = lengths[[sample["finish_reason"] != "length" for sample in samples]]
     advantages = np.array([sample["advantage"] for sample in samples])
     again = {
-        "reward/min": rewards.min(),
-        "reward/max": rewards.max(),
-        **{f"reward/{name}_std": values.std() for name, values in each.items()},
+        "reward/groups_that_agree": agree.mean(),
         "reward/groups_all_zero": np.mean((groups == 0).all(axis=1)),
         "reward/groups_all_one": np.mean((groups == 1).all(axis=1)),
         "reward/groups_mixed": np.mean(~agree),
-        "completions/min_length": lengths.min(),
+        "completions/correct": np.mean([sample["correct"] for sample in samples]),
+        "completions/truncated": 1 - len(ended) / len(samples),
         "completions/eos": np.mean([sample["finish_reason"] == "eos" for sample in samples]),
-        "advantage/mean": advantages.mean(),
-        "advantage/std": advantages.std(),
-        "advantage/min": advantages.min(),
-        "advantage/max": advantages.max(),
     }
-    ended = np.array([len(sample["tokens"]) for sample in samples if sample["finish_reason"] != "length"])
-    again |= {f"completions/{kind}_terminated_length": getattr(ended, kind)() for kind in ("mean", "min", "max")}
+    for name, values in each.items():
+        again |= {f"reward/{name}": values.mean(), f"reward/{name}_std": values.std()}
+    for kind in ("mean", "std", "min", "max"):
+        again |= {f"reward/{kind}": getattr(rewards, kind)(), f"advantage/{kind}": getattr(advantages, kind)()}
+    for kind in ("mean", "min", "max"):
+        again[f"completions/{kind}_length"] = getattr(lengths, kind)()
+        again[f"completions/{kind}_terminated_length"] = getattr(ended, kind)()
     assert again == {name: row[name] for name in again}
     spread = np.where(agree, 1.0, groups.std(axis=1, ddof=1))[:, None]
     expected = np.where(agree[:, None], 0.0, (groups - groups.mean(axis=1, keepdims=True)) / (spread + 1e-4))

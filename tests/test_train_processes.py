@@ -26,16 +26,8 @@ def kept(folder) -> tuple[list[dict], dict[str, list[dict]]]:
 COMPUTED = ("logprobs", "old_logprobs", "ref_logprobs", "entropy")
 
 
-def assert_same_samples(samples: dict[str, list[dict]], expected: dict[str, list[dict]]) -> None:
-    """All but what is computed on the mesh is equal: examples, tokens, rewards, advantages, texts."""
-    assert samples.keys() == expected.keys()
-    for name, lines in expected.items():
-        assert len(samples[name]) == len(lines)
-        for one, other in zip(samples[name], lines):
-            assert_same(one, other)
-
-
 def assert_same(one, other, name: str = "") -> None:
+    """All but what is computed on the mesh is equal: examples, tokens, rewards, advantages, texts."""
     if isinstance(other, dict):
         assert one.keys() == other.keys()
         for key in other:
@@ -77,7 +69,7 @@ def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path)
     for name, values in params.items():
         np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
     (rows, samples), (expected_rows, expected_samples) = kept(together), kept(folder)
-    assert_same_samples(samples, expected_samples)
+    assert_same(samples, expected_samples)
     assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
     for row, expected in zip(rows, expected_rows):
         for name, value in expected.items():
