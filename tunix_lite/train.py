@@ -2,8 +2,7 @@
 
 For when completions are made read runs/experience.py, for how algorithms/groups.py and
 rollout/generate.py; for how an update is computed, learner/update.py; for what happens around a
-step (evaluation, logs, checkpoints, signals), runs/watch.py.
-"""
+step (evaluation, logs, checkpoints, signals), runs/watch.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +30,8 @@ def train(
     Raises ConfigError before anything is written if the settings cannot be right, and later if
     weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
     function of the user's fails; FloatingPointError if too many updates in a row are not finite;
-    DiskError, with how to go on, if the folder can no longer be written.
-
-    Example: `train(compose(["training.max_steps=20"]), "outputs/mine")`.
-    """
+    DiskError, with how to go on, if the folder can no longer be written. Example:
+    `train(compose(["training.max_steps=20"]), "outputs/mine")`."""
     # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
@@ -50,13 +47,9 @@ def fit(
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
     `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
-    StepDone.step count from 1: the number of updates made.
-
-    A signal during sampling or an evaluation ends it by StopRun, which open_run takes. The first
-    update donates `learner.state`.
-
-    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made.
-    """
+    StepDone.step count from 1: the number of updates made. A signal during sampling or an
+    evaluation ends it by StopRun, which open_run takes. The first update donates `learner.state`.
+    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made."""
     state = learner.state
     watch.before(state)
     for step in range(int(state.step), max_steps):

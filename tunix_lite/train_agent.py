@@ -37,10 +37,8 @@ def train_agent(
     checkpoints, metrics.jsonl, samples and all else of a run; a second call with the same folder
     goes on where the first stopped. config: how the agent is run. Raises ConfigError for settings
     that agents do not follow, RunFailed where an agent fails and on_error=raise, and what `train`
-    raises.
-
-    Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/mine").
-    """
+    raises. Example: train_agent(agent, "task=arithmetic", "training.max_steps=40",
+    folder="outputs/mine")."""
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     job = Job(resume_hint=f"folder={str(folder)!r}")

@@ -2,8 +2,7 @@
 
 Greedy completions say what the policy answers, samples how often it is right: avg@k and pass@k
 climb where the greedy answer has long been found. Nothing here changes a state, and samples have
-random numbers of their own, so a run learns the same with and without its evaluations.
-"""
+random numbers of their own, so a run learns the same with and without its evaluations."""
 
 from dataclasses import dataclass
 
@@ -27,8 +26,7 @@ class Evaluated:
     """An evaluation: its numbers, and the graded completions that they are computed of.
 
     Example: 2 examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an
-    example side by side.
-    """
+    example side by side."""
 
     metrics: Metrics
     greedy: Graded
@@ -51,8 +49,7 @@ def evaluate(
 
     key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
     two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
-    Raises RunFailed if a reward fails.
-    """
+    Raises RunFailed if a reward fails."""
     greedy = _complete_and_grade(policy, task, params, examples, key, progress=progress)
     of_greedy = greedy.metrics
     metrics = {
@@ -99,8 +96,7 @@ def _complete_and_grade(
 ) -> Graded:
     """Grades `num_samples` completions of each example, those of an example side by side.
 
-    Raises RunFailed if a reward fails.
-    """
+    Raises RunFailed if a reward fails."""
     repeated = [example for example in examples for _ in range(num_samples)]
     grader = task.grader(repeated, num_samples)
     prompts = task.prompts(examples)

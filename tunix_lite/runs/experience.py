@@ -24,8 +24,7 @@ class Experience:
     """A batch to learn from.
 
     Example: with algorithm.updates_per_rollout=2 the same completions are handed out for two
-    updates: first with updates_left=2, then with updates_left=1.
-    """
+    updates: first with updates_left=2, then with updates_left=1."""
 
     # the batch in rows on the mesh, which the update takes
     rows: RowBatch
@@ -51,8 +50,7 @@ class ExperienceSource(Protocol):
         step, if data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
 
         params: what the policy samples with now, adapters attached to their base. The next update
-        donates them: who samples beside an update copies them first.
-        """
+        donates them: who samples beside an update copies them first."""
         ...
 
     def beside_update(self) -> Metrics:
@@ -65,8 +63,7 @@ class ExperienceSource(Protocol):
         patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
         a signal ends it.
 
-        params: as of `take`.
-        """
+        params: as of `take`."""
         ...
 
 

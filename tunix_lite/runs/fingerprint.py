@@ -3,8 +3,7 @@ resumes only from a checkpoint of the same run.
 
 What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
 how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
-What people change on purpose in the middle of a run may differ, too, and is said (SAID).
-"""
+What people change on purpose in the middle of a run may differ, too, and is said (SAID)."""
 
 import ast
 import hashlib
@@ -54,8 +53,7 @@ def fingerprint(
 
     prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
-    what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
-    """
+    what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden."""
     template = model.tokenizer.template
 
     # What every run has. Steps and rates that others do not depend on are left out.
@@ -214,8 +212,7 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     that are allowed.
 
     Another model cannot be forced: its checkpoint means something else. What SAID names may
-    differ.
-    """
+    differ."""
     changes = dict(differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
     changes.pop("training.packing", None)

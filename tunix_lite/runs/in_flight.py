@@ -26,8 +26,7 @@ OF_TOKENS = {
 class InFlight:
     """Completions that no update has taken yet, and the next step to draw prompts for.
 
-    Example: InFlight([], 0) before the first update.
-    """
+    Example: InFlight([], 0) before the first update."""
 
     completions: Sequence[OpenCompletion]
     next_step: int
@@ -101,8 +100,7 @@ OF_ROWS = {"finish": np.int8, "seconds": np.float32}
 class ConversationsInFlight:
     """A whole rollout of conversations that waits for its update.
 
-    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2.
-    """
+    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
 
     # the update, from 0, that learns from it
     step: int

@@ -2,8 +2,7 @@
 rollouts that stay in flight until a later one.
 
 Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
-checkpoint holds them, so that a resumed run learns from what it would have learned from.
-"""
+checkpoint holds them, so that a resumed run learns from what it would have learned from."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +45,7 @@ Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 class _BatchesInFlight:
     """The examples and prompts of each step that completions in flight belong to.
 
-    Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts.
-    """
+    Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts."""
 
     session: Session
     # examples of a rollout
@@ -231,8 +229,7 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
 class _TaskInHand:
     """A task whose grader is at work already, and whose environments have answered.
 
-    Example: `TaskInHand(task, grader).grader(examples)` is `grader`.
-    """
+    Example: `TaskInHand(task, grader).grader(examples)` is `grader`."""
 
     def __init__(self, task: Any, grader: Any):
         self._task = task
@@ -253,8 +250,7 @@ class _TaskInHand:
 class _Sampled:
     """A whole rollout that waits for its update, with its grades on the way.
 
-    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader).
-    """
+    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader)."""
 
     step: int
     # updates made before it was sampled
@@ -268,8 +264,7 @@ class _Sampled:
 class _UnderWay:
     """A rollout whose sampling has begun, and goes on beside the update.
 
-    Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1).
-    """
+    Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1)."""
 
     step: int
     # updates made before its weights
@@ -297,8 +292,7 @@ class OneStepOffPolicy:
     the updates of this one, while the devices compute the first of them.
 
     One thread starts all programs, in one order: the first chunks of sampling, the update, the
-    other chunks. Their results do not depend on that order: no array that changes is shared.
-    """
+    other chunks. Their results do not depend on that order: no array that changes is shared."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Rules of overlap: the groups that an update takes where rollouts overlap with learning.
 
-Rollouts are counted from 0 here; with algorithm.updates_per_rollout=1 they are updates.
-"""
+Rollouts are counted from 0 here; with algorithm.updates_per_rollout=1 they are updates."""
 
 from collections.abc import Sequence
 
@@ -22,8 +21,7 @@ def groups_to_take(
     oldest: the rollout in which each group began, `now` for those that had not begun. Those that
     began first are taken first. Enough of the older ones must be among them that none of what stays
     can become older than `staleness` rollouts; with at most count * (staleness + 1) groups in
-    flight that is always possible.
-    """
+    flight that is always possible."""
     began = np.asarray(oldest)
     whole = np.flatnonzero(is_whole)
     if len(whole) < count:

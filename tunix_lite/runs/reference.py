@@ -3,8 +3,7 @@ run is resumed.
 
 The settings of the model may not name all of it, as when training starts from an adapter or from
 another run's checkpoint. Then the run keeps it in its own folder, `reference/<step>/`: an adapter
-may be overwritten, and another run goes on. `reference.json` says which one it is.
-"""
+may be overwritten, and another run goes on. `reference.json` says which one it is."""
 
 import shutil
 from dataclasses import dataclass
@@ -37,8 +36,7 @@ class Reference:
     """Names the reference policy.
 
     Example: Reference("the weights that training starts from") where no folder is needed to have it
-    again.
-    """
+    again."""
 
     words: str  # for people
     # the step in `reference/`; None: the model of the settings, without adapters
@@ -53,8 +51,8 @@ def find_reference(
     """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it
     has no KL term.
 
-    Raises ValueError, with the remedy, if it was another one than can be had now, or is not known.
-    """
+    Raises ValueError, with the remedy, if it was another one than can be had now, or is not
+    known."""
     if not run.algorithm.needs.reference:
         return None
     if resume_from == run_dir.checkpoints:
@@ -128,8 +126,7 @@ def reference_of(
 
     params: what the settings of the model give, as it was loaded; they may be deleted afterwards.
     Beside them and the reference, another run's weights are on the devices for a moment. Raises
-    ValueError and OSError as Checkpoints does.
-    """
+    ValueError and OSError as Checkpoints does."""
     if chosen is None:
         return None
     copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)

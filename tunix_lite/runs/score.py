@@ -28,8 +28,7 @@ from tunix_lite.types import Params
 class HeldOut:
     """The held-out examples of a task, checked, on which a model is graded.
 
-    Example: HeldOut(task, examples); `task.grade(examples, rollout)` grades a model on them.
-    """
+    Example: HeldOut(task, examples); `task.grade(examples, rollout)` grades a model on them."""
 
     task: Task
     examples: list[dict]
@@ -41,8 +40,7 @@ def held_out_examples(
     """The first `num_examples` held-out examples of the run's task; None: all of them.
 
     reference: the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError
-    if there are fewer, if a prompt is too long, or if an example has no such field.
-    """
+    if there are fewer, if a prompt is too long, or if an example has no such field."""
     generation = run.generation
     task = Task(
         run.task,
@@ -79,9 +77,7 @@ def model_scores(
     """The completions of a model, and its scores by name, [E] float64 each: one number an example.
 
     A reward that failed makes nan. The completions are those of an evaluation of a run with this
-    seed. Raises RunFailed if a reward fails and
-    rewards.on_error=raise.
-    """
+    seed. Raises RunFailed if a reward fails and rewards.on_error=raise."""
     evaluated = evaluate(
         policy,
         held_out.task,

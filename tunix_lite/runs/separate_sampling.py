@@ -38,8 +38,8 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 class SeparateSampling:
     """Samples on a mesh of its own, whatever the current mesh is.
 
-    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`.
-    """
+    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8,
+    grader.submit)`."""
 
     mesh: jax.sharding.Mesh
     generate: Sampling

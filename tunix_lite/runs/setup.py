@@ -59,10 +59,8 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 class Parts:
     """The components of a run whose settings are checked.
 
-    `find_parts` gives it without a folder, `prepare` adds what the folder says.
-
-    Example: `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
-    """
+    `find_parts` gives it without a folder, `prepare` adds what the folder says. Example: `parts =
+    prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`."""
 
     model: FoundModel
     mesh: jax.sharding.Mesh
@@ -112,8 +110,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
-    folder can be written, it writes and removes a small file there.
-    """
+    folder can be written, it writes and removes a small file there."""
     parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
@@ -152,8 +149,8 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
 
 
 def with_rewards_tried(parts: Parts) -> Parts:
-    """The parts, after the first process has called the user's rewards on made-up completions of
-    an example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
+    """The parts, after the first process has called the user's rewards on made-up completions of an
+    example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
     samples = not run.algorithm.needs.demonstrations
     if jax.process_index() or not (samples or run.evaluation.num_examples):
@@ -176,8 +173,7 @@ def find_parts(run: RunConfig) -> Parts:
     """Finds the components of a run that need no run folder. Raises ConfigError.
 
     Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
-    sharding rules those of the process.
-    """
+    sharding rules those of the process."""
     # Messages begin with the setting. A tracker may lack its package.
     for name, open_tracker in run.tracking.trackers.items():
         if (check := getattr(open_tracker, "check", None)) is not None:
@@ -229,8 +225,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     """The parts of a run that resumes: where training.packing=auto, with the packing of the run
     whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it.
 
-    Another packing would change the last digits of what follows. It is changed only by name.
-    """
+    Another packing would change the last digits of what follows. It is changed only by name."""
     if parts.resume_from is None or run.training.packing != AUTO:
         return parts
     file = RunDir(parts.resume_from.parent).fingerprint
@@ -307,8 +302,7 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """Checks the examples and describes them; num_prompts: of an update.
 
     Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
-    what the model and the algorithm can take.
-    """
+    what the model and the algorithm can take."""
     with error_context("task"):
         needs = run.algorithm.needs
         if not needs.demonstrations and not needs.frozen_models:
@@ -341,8 +335,7 @@ def check_embedded(task: Task, learned: Sequence[str]) -> None:
     has no embedding for. learned: the fields that are learned from.
 
     The tokenizer finds them, so all rows are tokenised, but only where it has such tokens. Of rows
-    that are read later, each is refused when its turn comes.
-    """
+    that are read later, each is refused when its turn comes."""
     source = task.config.source
     if not task.tokenizer.beyond:
         return
@@ -454,8 +447,7 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
 
     Where the folder holds checkpoints of another run, call it when our first one is whole: until
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
-    fingerprint; both runs can still resume.
-    """
+    fingerprint; both runs can still resume."""
     run = parts.resolved.run
     with error_context(""):
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))

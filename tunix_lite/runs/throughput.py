@@ -22,8 +22,7 @@ class Throughput:
     the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
     recomputation by remat does not count.
 
-    Example: Throughput(cfg, 0, 8, None).metrics(batch, update_seconds=0.5, step_seconds=2.0).
-    """
+    Example: Throughput(cfg, 0, 8, None).metrics(batch, update_seconds=0.5, step_seconds=2.0)."""
 
     cfg: Architecture
     trained_adapters: int  # parameters in adapters; 0: all weights train
@@ -66,8 +65,7 @@ TEACHER = "teacher"
 class _Timed:
     """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
 
-    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows.
-    """
+    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
 
     # of the metric
     name: str

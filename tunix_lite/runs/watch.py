@@ -1,8 +1,7 @@
 """Watches a run, in one order: numbers, evaluation, logs, checkpoints, signals.
 
 The order has a meaning: what a crash in between leaves on the disk is always true. It stands in
-`Watch.after`.
-"""
+`Watch.after`."""
 
 import contextlib
 import time
@@ -71,8 +70,7 @@ HELD_OUT_SHOWN = 2
 class StepDone:
     """A step that is over. Do not keep it: the next update donates its state.
 
-    Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`.
-    """
+    Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`."""
 
     # updates so far, those that were skipped included: 1 after the first
     step: int
@@ -93,8 +91,7 @@ class Watch:
     """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
     and `after` a step.
 
-    Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`.
-    """
+    Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`."""
 
     session: Session
     learner: Learner
@@ -201,8 +198,8 @@ class Watch:
     def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
         """Around the update alone: until it is done nothing can stop the run.
 
-        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
-        """
+        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed
+        yet."""
         stopping = self.session.stopping
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
@@ -224,8 +221,7 @@ class Watch:
         FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
         end of a rollout: it saves the state first, if it can. Raises SamplerFault if sampler and
         trainer disagree by more than training.max_sampler_gap, RunFailed if an observer or a reward
-        fails, StopRun if a signal ends the evaluation.
-        """
+        fails, StopRun if a signal ends the evaluation."""
         session = self.session
         self.state = done.state
         metrics = self.numbers(done)
@@ -360,8 +356,7 @@ class Watch:
         first update of a rollout both have the same weights; else 0.
 
         Where old_logprobs=sampled the two distributions differ on purpose, and so do those of
-        tokens that earlier weights drew.
-        """
+        tokens that earlier weights drew."""
         cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
         is_stale = metrics.get("rollout/staleness_max", 0) > 0
         has_own = done.experience.metrics and "train/sampler_gap" in metrics
@@ -399,8 +394,8 @@ class Watch:
         self.session.status.steps = done.step
 
     def save(self) -> None:
-        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
-        may be written after it."""
+        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it may
+        be written after it."""
         session = self.session
         step = int(self.state.step)
         overlap = self.learner.overlap
@@ -416,8 +411,8 @@ class Watch:
 def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
     """Builds the Watch of a run: trackers, checkpoints, profiler.
 
-    Raises FloatingPointError if the run gave up at this step before, and nothing has changed since.
-    """
+    Raises FloatingPointError if the run gave up at this step before, and nothing has changed
+    since."""
     run = session.run
     run_dir = session.run_dir
     closing = session.closing
@@ -482,8 +477,7 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
 
     is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
-    RunFailed, naming the tracker of the settings that cannot be opened.
-    """
+    RunFailed, naming the tracker of the settings that cannot be opened."""
     last_line = None
     if start and not session.begins_here:
         last_line = start if is_measured else start - 1

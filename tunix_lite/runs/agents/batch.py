@@ -1,8 +1,7 @@
 """Turns episodes into the batch of an update: groups, their advantages, and rows of tokens.
 
 The advantage of an episode is that of its reward in its group, the episodes of the same example. It
-counts for each token that the model sampled in the episode, whichever of its sequences holds it.
-"""
+counts for each token that the model sampled in the episode, whichever of its sequences holds it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ PACKING = ("auto", "sequences")
 class EpisodeGroups:
     """P examples with G episodes each: episode p * G + g is number g of example p.
 
-    Example: EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8].
-    """
+    Example: EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8]."""
 
     episodes: Sequence[Episode]
     ended: Sequence[Ended]

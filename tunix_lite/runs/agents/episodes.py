@@ -1,8 +1,7 @@
 """Episodes: runs of an agent on an example, whose calls the server records as sequences of tokens.
 
 Tokens are learned from as they were sampled. A call whose prompt begins with all the tokens of an
-earlier sequence goes on with it, so that a conversation is one sequence.
-"""
+earlier sequence goes on with it, so that a conversation is one sequence."""
 
 import contextlib
 import secrets
@@ -28,8 +27,7 @@ IS_OVER = (
 class TokenSequence:
     """Tokens that an agent's calls read and sampled.
 
-    Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1).
-    """
+    Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1)."""
 
     tokens: list[int] = field(default_factory=list)
     # True on tokens that the model sampled
@@ -87,8 +85,7 @@ def with_tokens_as_sampled(
 class Episode:
     """One run of an agent on an example.
 
-    Example: episodes.open({"question": "2 + 2"}, seed=7).sequences after the agent has ended.
-    """
+    Example: episodes.open({"question": "2 + 2"}, seed=7).sequences after the agent has ended."""
 
     id: str
     example: dict[str, Any]
@@ -110,8 +107,7 @@ class Episode:
 class OpenEpisodes:
     """The episodes that are open now: the Recorder of a server.
 
-    Example: episodes = OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32).
-    """
+    Example: episodes = OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32)."""
 
     def __init__(self, tokenizer: Tokenizer, max_prompt_length: int, max_calls: int):
         """max_prompt_length: tokens of a prompt, at most. max_calls: of an episode, at most."""

@@ -36,8 +36,7 @@ MOST_WAITING = 1 << 20
 class Endpoint:
     """A server on 127.0.0.1 that records the calls of episodes. `close` ends it.
 
-    Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1".
-    """
+    Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
 
     def __init__(
         self, engine: LiveEngine, tokenizer: Tokenizer, limits: Limits, episodes: OpenEpisodes
@@ -80,8 +79,7 @@ class Endpoint:
 class AgentJob:
     """An agent that is trained, how it is run, and how texts that it returns are graded.
 
-    Example: AgentJob(agent, config=AgentConfig(on_error="zero")).
-    """
+    Example: AgentJob(agent, config=AgentConfig(on_error="zero"))."""
 
     agent: Agent
     # (completion, example) -> number; None: the rewards of the task

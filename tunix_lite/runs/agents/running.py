@@ -28,8 +28,7 @@ LOOK_SECONDS = 1.0
 class AgentConfig:
     """Settings that run agents.
 
-    Example: AgentConfig(timeout=30.0, on_error="zero").
-    """
+    Example: AgentConfig(timeout=30.0, on_error="zero")."""
 
     # Seconds that an episode may take. A longer one has failed.
     timeout: float = 120.0
@@ -54,8 +53,7 @@ class AgentConfig:
 class Ended:
     """The end of an episode.
 
-    Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s").
-    """
+    Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s")."""
 
     # None where it failed
     reward: float | None
@@ -68,8 +66,7 @@ class Ended:
 class Runner:
     """Runs an agent on examples, one episode each.
 
-    Example: Runner(agent, reward, episodes, endpoint.base_url, AgentConfig()).run(opened).
-    """
+    Example: Runner(agent, reward, episodes, endpoint.base_url, AgentConfig()).run(opened)."""
 
     def __init__(
         self,
