@@ -13,7 +13,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.runs.experience import ExperienceSource, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.session import Job, Session, open_run
-from tunix_lite.runs.watch import StepDone, Watch, open_watch
+from tunix_lite.runs.watch import StepDone, Watch
 from tunix_lite.types import TrainState
 
 
@@ -36,7 +36,7 @@ def train(
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
         source = make_source(session, learner)
-        watch = open_watch(session, learner, source)
+        watch = Watch(session, learner, source)
         session.state = fit(learner, source, watch, session.run.training.max_steps)
     return session.state
 

@@ -5,8 +5,8 @@ The order has a meaning: what a crash in between leaves on the disk is always tr
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -20,7 +20,7 @@ from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.files.plain_text import without_secrets
 from tunix_lite.learner.optim import learning_rate_at, num_updates
-from tunix_lite.models import source
+from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
@@ -86,46 +86,78 @@ class StepDone:
         return self.experience.updates_left == 1
 
 
-@dataclass
 class Watch:
     """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
     and `after` a step.
 
     Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`."""
 
-    session: Session
-    learner: Learner
-    source: ExperienceSource
-    trackers: list[Tracker]
-    checkpoints: Checkpoints
-    profile: Profile
-    throughput: Throughput
-    # the step that this invocation begins at
-    start: int
-    # the metrics of step `start`, if its evaluation was cut short and is made now; else None
-    row_without_evaluation: Metrics | None
-    # the newest state, before the next update donates it
-    state: TrainState
-    # updates in a row that were not made, because a number was not finite
-    skipped: int
-    # the checkpoints of this folder are of another run until one of ours is whole
-    is_fingerprint_pending: bool
-    # real tokens of the batches of all updates until now, prompts too
-    num_tokens: int
-    unfinished: Unfinished = field(init=False)
-    accuracy: float | None = field(default=None, init=False)
-    # seconds of the step, without compiling: until collecting was over, and the update; and those
-    # of compiling
-    _collected: float = field(default=0.0, init=False)
-    _updated: float = field(default=0.0, init=False)
-    _compiled: float = field(default=0.0, init=False)
-    # the clocks of these
-    _elapsed: Callable[[], float] = field(default=float, init=False)
-    _compiling: Callable[[], float] = field(default=float, init=False)
-    # the step's current activity, for the console
-    _doing: str = field(default="", init=False)
-    # optimizer updates before the one under way, which sets its learning rate
-    _updates_before: int = field(default=0, init=False)
+    def __init__(self, session: Session, learner: Learner, source: ExperienceSource):
+        """Opens trackers, checkpoints and the profiler. Raises FloatingPointError if the run gave
+        up at this step before, and nothing has changed since."""
+        run = session.run
+        run_dir = session.run_dir
+        closing = session.closing
+        self.session = session
+        self.learner = learner
+        self.source = source
+        # the newest state, before the next update donates it
+        self.state = learner.state
+        # the step that this invocation begins at
+        self.start = int(learner.state.step)
+        # updates in a row that were not made, because a number was not finite
+        self.skipped = learner.skipped
+        self.accuracy: float | None = None
+        # the checkpoints of this folder are of another run until one of ours is whole
+        self.is_fingerprint_pending = session.parts.overwrites_other_run(run_dir)
+        session.status.start(self.start, session.begins_here)
+        if self.skipped >= run.training.max_skipped_in_a_row:
+            raise FloatingPointError(
+                diverged(self.start, self.skipped, session.parts.resume_from)
+            )
+
+        # Signals count from here until everything is on the disk.
+        closing.enter_context(session.stopping)
+        how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
+        self.checkpoints = Checkpoints(
+            run_dir.checkpoints, *how_many, run_dir.point_latest_here
+        )
+        closing.push(closed_at_end(self.checkpoints.close))
+        # the metrics of step `start`, if its evaluation was cut short and is made now
+        missing = None if session.begins_here else unmeasured(run, run_dir, self.start)
+        self.row_without_evaluation = missing
+        # Real tokens of all updates until now, prompts too. Counted before the line of this step
+        # is taken back, to get its evaluation.
+        self.num_tokens = 0
+        if (earlier := session.parts.resume_from) is not None:
+            self.num_tokens = RunDir(earlier.parent).last_number(
+                "train/num_tokens", self.start
+            )
+        self.trackers = open_trackers(session, self.start, is_measured=missing is None)
+
+        # The profiler, and what the seconds of a step are set against.
+        is_profiled = run.training.profile_communication and run_dir.is_first
+        num_steps = run.training.max_steps - self.start
+        self.profile = Profile(run_dir.path if is_profiled else None, num_steps)
+        closing.callback(self.profile.close)
+        model = session.parts.model
+        devices = session.parts.mesh.devices
+        adapters = num_adapters(model)
+        peaks = of_device(devices.flat[0])
+        self.throughput = Throughput(model.cfg, adapters, devices.size, peaks)
+
+        # An end before the last step keeps the last whole one.
+        self.unfinished = Unfinished(
+            run,
+            run_dir,
+            session.status,
+            session.console.say,
+            lambda: self.state,
+            self.save,
+            self.checkpoints.wait,
+            self.start,
+        )
+        closing.enter_context(self.unfinished.kept(session.stopping))
 
     def before(self, state: TrainState) -> None:
         """Compiles, writes plan.json, and evaluates where the start was not evaluated."""
@@ -204,15 +236,23 @@ class Watch:
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
         stopping.check_before_update()
-        self._collected = self._elapsed()
+        collected = self._elapsed()
+        # what sets the learning rate of this update
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
         self._do(f"step {int(self.state.step) + 1}: updating")
         self._give_back_memory()
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
-        self._updated = self._elapsed()
-        self._compiled = self._compiling()
+        updated = self._elapsed()
+        compiled = self._compiling()
+        # without compiling, but for the whole step
+        self._seconds = {
+            "time/collect": collected,
+            "time/update": updated - collected,
+            "time/compile": compiled,
+            "time/step": updated + compiled,
+        }
 
     def after(self, done: StepDone) -> str | None:
         """Does everything that follows an update. Returns a reason to end the run, or None.
@@ -296,11 +336,7 @@ class Watch:
         metrics["train/learning_rate"] = learning_rate_at(
             self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
         )
-        metrics |= dict(self.learner.seconds)
-        metrics["time/collect"] = self._collected
-        metrics["time/update"] = self._updated - self._collected
-        metrics["time/compile"] = self._compiled
-        metrics["time/step"] = self._updated + self._compiled
+        metrics |= self.learner.seconds | self._seconds
         metrics |= self.throughput.metrics(
             done.experience.batch, metrics["time/update"], metrics["time/step"]
         )
@@ -406,71 +442,6 @@ class Watch:
             write_fingerprint(session.parts, session.run_dir)
         self.is_fingerprint_pending = False
         self.unfinished.on_disk = int(self.state.step)
-
-
-def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
-    """Builds the Watch of a run: trackers, checkpoints, profiler.
-
-    Raises FloatingPointError if the run gave up at this step before, and nothing has changed
-    since."""
-    run = session.run
-    run_dir = session.run_dir
-    closing = session.closing
-    start = int(learner.state.step)
-    session.status.start(start, session.begins_here)
-    if learner.skipped >= run.training.max_skipped_in_a_row:
-        raise FloatingPointError(diverged(start, learner.skipped, session.parts.resume_from))
-
-    # Signals count from here until everything is on the disk.
-    closing.enter_context(session.stopping)
-    how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
-    checkpoints = Checkpoints(run_dir.checkpoints, *how_many, run_dir.point_latest_here)
-    closing.push(closed_at_end(checkpoints.close))
-    missing = None if session.begins_here else unmeasured(run, run_dir, start)
-    # Counted before the line of this step is taken back, to get its evaluation.
-    num_tokens = 0
-    if (earlier := session.parts.resume_from) is not None:
-        num_tokens = RunDir(earlier.parent).last_number("train/num_tokens", start)
-    trackers = open_trackers(session, start, is_measured=missing is None)
-
-    # The profiler, and what the seconds of a step are set against.
-    is_profiled = run.training.profile_communication and run_dir.is_first
-    num_steps = run.training.max_steps - start
-    profile = Profile(run_dir.path if is_profiled else None, num_steps)
-    closing.callback(profile.close)
-    model = session.parts.model
-    devices = session.parts.mesh.devices
-    peaks = of_device(devices.flat[0])
-    throughput = Throughput(model.cfg, source.num_adapters(model), devices.size, peaks)
-
-    # An end before the last step keeps the last whole one.
-    watch = Watch(
-        session=session,
-        learner=learner,
-        source=experience,
-        trackers=trackers,
-        checkpoints=checkpoints,
-        profile=profile,
-        throughput=throughput,
-        start=start,
-        row_without_evaluation=missing,
-        state=learner.state,
-        skipped=learner.skipped,
-        is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
-        num_tokens=num_tokens,
-    )
-    watch.unfinished = Unfinished(
-        run,
-        run_dir,
-        session.status,
-        session.console.say,
-        lambda: watch.state,
-        watch.save,
-        checkpoints.wait,
-        start,
-    )
-    closing.enter_context(watch.unfinished.kept(session.stopping))
-    return watch
 
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
