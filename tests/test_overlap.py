@@ -27,8 +27,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
-from tunix_lite.runs.overlap_rules import groups_to_take
+from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts, groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError

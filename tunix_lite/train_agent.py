@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tunix_lite.config import RunConfig
 from tunix_lite.runs.agents.batch import settings_for_agents
-from tunix_lite.runs.agents.experience import AgentExperience, AgentJob
+from tunix_lite.runs.agents.experience import AgentExperience
 from tunix_lite.runs.agents.running import Agent, AgentConfig
 from tunix_lite.runs.session import Job
 from tunix_lite.settings.compose import compose
@@ -42,5 +42,5 @@ def train_agent(
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     job = Job(resume_hint=f"folder={str(folder)!r}")
-    work = AgentJob(agent, reward, config or AgentConfig())
-    return train(run, folder, job, partial(AgentExperience, job=work))
+    how = {"agent": agent, "reward": reward, "config": config or AgentConfig()}
+    return train(run, folder, job, partial(AgentExperience, **how))

@@ -4,6 +4,7 @@ Greedy completions say what the policy answers, samples how often it is right: a
 climb where the greedy answer has long been found. Nothing here changes a state, and samples have
 random numbers of their own, so a run learns the same with and without its evaluations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -66,17 +67,27 @@ def evaluate(
     sampled = _complete_and_grade(
         policy, task, params, examples, key, k, temperature, progress
     )
-    correct_EN = sampled.correct.reshape(-1, k)
-    texts = sampled.extracted
-    extracted = [texts[row : row + k] for row in range(0, len(texts), k)]
+    scores = scores_of_samples(sampled, [k])
+    metrics |= {f"eval/{name}": float(score_E.mean()) for name, score_E in scores.items()}
     metrics |= {
-        f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
-        f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
-        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN).mean()),
         "eval/sampled_reward": sampled.metrics["reward/mean"],
         "eval/sampled_truncated": sampled.metrics["completions/truncated"],
     }
     return Evaluated(metrics, greedy, sampled)
+
+
+def scores_of_samples(sampled: Graded, counts: Sequence[int]) -> dict[str, np.ndarray]:
+    """avg@N, pass@k for these counts and maj@N of N samples an example, by name, [E] float64
+    each."""
+    num = sampled.num_generations
+    correct_EN = sampled.correct.reshape(-1, num)
+    texts = sampled.extracted
+    extracted = [texts[row : row + num] for row in range(0, len(texts), num)]
+    return {
+        f"avg_at_{num}": avg_at_k(correct_EN),
+        **{f"pass_at_{k}": pass_at_k(correct_EN, k) for k in counts},
+        f"maj_at_{num}": maj_at_k(extracted, correct_EN),
+    }
 
 
 def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:

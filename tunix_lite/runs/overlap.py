@@ -4,7 +4,7 @@ rollouts that stay in flight until a later one.
 Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
 checkpoint holds them, so that a resumed run learns from what it would have learned from."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Policy,
-    TaskInterface,
-    who_answers,
-)
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
@@ -30,10 +26,9 @@ from tunix_lite.rollout.partial import (
     rollout_of,
 )
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
 from tunix_lite.runs.separate_sampling import SeparateSampling, separate_sampling
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts
+from tunix_lite.runs.setup import Parts, rollouts_behind
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.types import Metrics, Params, Prompts, Rollout
 
@@ -41,31 +36,28 @@ from tunix_lite.types import Metrics, Params, Prompts, Rollout
 Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
-@dataclass
 class _BatchesInFlight:
     """The examples and prompts of each step that completions in flight belong to.
 
-    Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts."""
+    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
 
-    session: Session
-    # examples of a rollout
-    num_prompts: int
-    # updates of a rollout
-    updates: int
-
-    def __post_init__(self):
-        self._found: dict[int, tuple[list[dict], Prompts, int]] = {}
+    def __init__(self, session: Session):
+        algorithm = session.run.algorithm
+        # examples of a rollout, and its updates
+        self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
+        self._updates = algorithm.updates_per_rollout
+        self._session = session
+        self._drawn: dict[int, tuple[list[dict], Prompts, int]] = {}
 
     def _of(self, step: int) -> tuple[list[dict], Prompts, int]:
-        if step not in self._found:
-            task = self.session.task
-            seed = self.session.run.seed % 2**32
-            examples, dropped = task.batch(self.num_prompts, seed, step // self.updates)
+        if step not in self._drawn:
+            task = self._session.task
+            seed = self._session.run.seed % 2**32
+            examples, dropped = task.batch(self.count, seed, step // self._updates)
             prompts = task.prompts(examples)
             # a grader takes neighbours that are one object for one group
-            examples = [dict(example) for example in examples]
-            self._found[step] = examples, prompts, dropped
-        return self._found[step]
+            self._drawn[step] = [dict(example) for example in examples], prompts, dropped
+        return self._drawn[step]
 
     def examples(self, step: int) -> list[dict]:
         return self._of(step)[0]
@@ -75,15 +67,13 @@ class _BatchesInFlight:
 
     def dropped(self, steps: Sequence[int]) -> Metrics:
         """Counts the examples that were passed over, if the task may pass any over."""
-        if not self.session.task.leaves_out:
+        if not self._session.task.leaves_out:
             return {}
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
     def forget(self, steps: set[int]) -> None:
         """Keeps only the batches of these steps."""
-        self._found = {
-            step: examples for step, examples in self._found.items() if step in steps
-        }
+        self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
 
 
 class PartialRollouts:
@@ -98,9 +88,8 @@ class PartialRollouts:
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
         self._behind = rollouts_behind(run)
-        self._batches = _BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session)
         self._between_chunks = session.stopping.check_between_chunks
         self._pad_id = session.task.tokenizer.pad_id
         self._seed_key = jax.random.key(run.seed)
@@ -116,8 +105,8 @@ class PartialRollouts:
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
         run's conversations."""
-        in_flight = (self._behind + 1) * self._count * self._generations
-        self._sampler.compile_ahead(params, self._count, self._generations, in_flight)
+        in_flight = (self._behind + 1) * self._batches.count * self._generations
+        self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """Returns the completions of update number `step` (from 0). `policy` and `params` sample
@@ -150,7 +139,7 @@ class PartialRollouts:
         def take(has_ended: np.ndarray) -> list[int] | None:
             """[N] bool, which completions have ended -> the places of the groups to take."""
             is_whole = has_ended.reshape(shape).all(axis=1)
-            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
+            return groups_to_take(oldest, is_whole, self._batches.count, now, self._behind)
 
         completions, metrics = self._sampler.go_on(
             params,
@@ -159,7 +148,7 @@ class PartialRollouts:
             self._seed_key,
             step,
             lambda has_ended: take(has_ended) is not None,
-            (self._count, self._generations),
+            (self._batches.count, self._generations),
             self._between_chunks,
         )
         chosen = take(np.array([one.reason is not None for one in completions]))
@@ -180,16 +169,38 @@ class PartialRollouts:
         else:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        return (
-            _handed_out(policy, rollout.replace(metrics=metrics)),
-            task,
-            examples,
-            example_metrics,
-        )
+        drawn = _handed_out(policy, rollout.replace(metrics=metrics))
+        return drawn, task, examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
         return {}
+
+
+def groups_to_take(
+    oldest: Sequence[int],
+    is_whole: Sequence[bool],
+    count: int,
+    now: int,
+    staleness: int,
+) -> list[int] | None:
+    """The places of `count` whole groups that rollout `now` hands out; None: more must end first.
+
+    oldest: the rollout in which each group began, `now` for those that had not begun. Those that
+    began first are taken first. Enough of the older ones must be among them that none of what stays
+    can become older than `staleness` rollouts; with at most count * (staleness + 1) groups in
+    flight that is always possible."""
+    began = np.asarray(oldest)
+    whole = np.flatnonzero(is_whole)
+    if len(whole) < count:
+        return None
+    taken = whole[np.argsort(began[whole], kind="stable")][:count]
+    for later in range(staleness):
+        # those that no rollout after now + later may take
+        due = began + staleness <= now + later
+        if due[taken].sum() < due.sum() - count * later:
+            return None
+    return sorted(taken.tolist())
 
 
 def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
@@ -250,41 +261,13 @@ class _TaskInHand:
 class _Sampled:
     """A whole rollout that waits for its update, with its grades on the way.
 
-    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader)."""
+    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
 
     step: int
     # updates made before it was sampled
     version: int
     rollout: Rollout
-    examples: list[dict]
     grader: Any
-
-
-@dataclass
-class _UnderWay:
-    """A rollout whose sampling has begun, and goes on beside the update.
-
-    Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1)."""
-
-    step: int
-    # updates made before its weights
-    version: int
-    # stops after each chunk; returns the rollout
-    steps: Generator[None, None, Rollout]
-    examples: list[dict]
-    grader: Any
-    # seconds of sampling until now
-    seconds: float
-
-    def sampled(self) -> _Sampled:
-        """Samples the rest."""
-        elapsed = stopwatch()
-        rollout = to_the_end(self.steps)
-        beside = elapsed()
-        versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
-        seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
-        rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-        return _Sampled(self.step, self.version, rollout, self.examples, self.grader)
 
 
 class OneStepOffPolicy:
@@ -307,12 +290,12 @@ class OneStepOffPolicy:
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
         self._generation = run.generation
-        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
-        self._batches = _BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session)
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start)
         self._before = self._after
-        self._under_way: _UnderWay | None = None
+        # samples the rest of the rollout that was begun beside this update
+        self._under_way: Callable[[], _Sampled] | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
@@ -330,7 +313,7 @@ class OneStepOffPolicy:
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """See PartialRollouts."""
         samples = sampler if self._apart is None else self._apart
-        samples.compile_ahead(params, self._count, self._generations, **about)
+        samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """See PartialRollouts. Raises what went wrong beside the update before."""
@@ -338,19 +321,16 @@ class OneStepOffPolicy:
             raise self._failed
         self._before = self._after
         self._began = step
-        held = self._before or self._start_rollout(step, step, policy, params).sampled()
+        held = self._before or self._start_rollout(step, step, policy, params)()
         following = step + self._updates
         self._under_way = self._start_rollout(following, step, policy, params)
+        examples = self._batches.examples(step)
         self._batches.forget({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
         example_metrics = self._batches.dropped([following])
-        return (
-            _handed_out(policy, rollout, is_graded=True),
-            task,
-            held.examples,
-            example_metrics,
-        )
+        drawn = _handed_out(policy, rollout, is_graded=True)
+        return drawn, task, examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -359,7 +339,7 @@ class OneStepOffPolicy:
             return {}
         under_way, self._under_way = self._under_way, None
         try:
-            self._after = under_way.sampled()
+            self._after = under_way()
         except SharedError as error:
             # An environment failed. The update is made, and its state is to be saved first.
             self._after = None
@@ -369,15 +349,16 @@ class OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> _UnderWay:
+    ) -> Callable[[], _Sampled]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
-        next ones are on the devices. Completions are graded from the moment they end."""
+        next ones are on the devices. Completions are graded from the moment they end. Returns what
+        samples the rest."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
-        prompts = self._batches.prompts(step)
-        grader = self._grader(step)
-        answers = who_answers(self._task, self._repeated(step))
-        arguments = (params, prompts, key, self._generations)
+        repeated = self._repeated(step)
+        grader = self._task.grader(repeated, self._generations)
+        answers = who_answers(self._task, repeated)
+        arguments = (params, self._batches.prompts(step), key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, grader.submit, **answers)
         else:
@@ -385,12 +366,17 @@ class OneStepOffPolicy:
             steps = policy.generate(*arguments, **own, **answers)
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
-        examples = self._batches.examples(step)
-        return _UnderWay(step, version, steps, examples, grader, elapsed())
+        until_update = elapsed()
 
-    def _grader(self, step: int) -> Any:
-        """Grades the completions of that step."""
-        return self._task.grader(self._repeated(step), self._generations)
+        def sampled() -> _Sampled:
+            elapsed = stopwatch()
+            rollout = to_the_end(steps)
+            seconds = {"time/rollout": until_update, "time/rollout_beside_update": elapsed()}
+            versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
+            rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
+            return _Sampled(step, version, rollout, grader)
+
+        return sampled
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""
@@ -415,10 +401,10 @@ class OneStepOffPolicy:
             last_turns = [list(one.tokens) for one in start.completions]
         else:
             return None
-        grader = self._grader(step)
+        grader = self._task.grader(self._repeated(step), self._generations)
         for row, tokens in enumerate(last_turns):
             grader.submit(row, tokens)
-        return _Sampled(step, version, rollout, self._batches.examples(step), grader)
+        return _Sampled(step, version, rollout, grader)
 
 
 # what gives a run its completions where rollouts overlap with learning

@@ -1,8 +1,6 @@
 """The scores of a model on a task, one number of each example: `tunix-lite evaluate` computes its
 tables from them."""
 
-from dataclasses import dataclass
-
 import jax
 import numpy as np
 
@@ -10,34 +8,19 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.report.statistics import (
-    avg_at_k,
-    maj_at_k,
-    pass_at_k,
-    powers_up_to,
-)
+from tunix_lite.report.statistics import powers_up_to
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.rewards.similarity import rouge_scores
-from tunix_lite.runs.evaluate import Evaluated, evaluate
+from tunix_lite.runs.evaluate import Evaluated, evaluate, scores_of_samples
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
 from tunix_lite.types import Params
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out examples of a task, checked, on which a model is graded.
-
-    Example: HeldOut(task, examples); `task.grade(examples, rollout)` grades a model on them."""
-
-    task: Task
-    examples: list[dict]
-
-
 def held_out_examples(
     run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
-) -> HeldOut:
-    """The first `num_examples` held-out examples of the run's task; None: all of them.
+) -> tuple[Task, list[dict]]:
+    """The run's task, and its first `num_examples` held-out examples; None: all of them.
 
     reference: the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError
     if there are fewer, if a prompt is too long, or if an example has no such field."""
@@ -61,13 +44,14 @@ def held_out_examples(
                 field_of(example, reference)
             except ValueError as error:
                 raise ValueError(f"evaluate.reference={reference}: {error}") from error
-    return HeldOut(task, examples)
+    return task, examples
 
 
 def model_scores(
     policy: Policy,
     params: Params,
-    held_out: HeldOut,
+    task: Task,
+    examples: list[dict],
     seed: int,
     num_samples: int,
     temperature: float,
@@ -80,9 +64,9 @@ def model_scores(
     seed. Raises RunFailed if a reward fails and rewards.on_error=raise."""
     evaluated = evaluate(
         policy,
-        held_out.task,
+        task,
         params,
-        held_out.examples,
+        examples,
         jax.random.key(seed),
         num_samples,
         temperature,
@@ -98,19 +82,13 @@ def model_scores(
         "truncated": 1.0 - np.asarray(rollout.finished),
     }
     if reference is not None:
-        references = [str(example[reference]) for example in held_out.examples]
+        references = [str(example[reference]) for example in examples]
         scores |= rouge_scores(greedy.completions, references)
     if (sampled := evaluated.sampled) is None:
         return evaluated, scores
 
     # Of the samples.
-    correct_EN = sampled.correct.reshape(-1, num_samples)
-    texts = sampled.extracted
-    extracted = [texts[row : row + num_samples] for row in range(0, len(texts), num_samples)]
-    scores[f"avg_at_{num_samples}"] = avg_at_k(correct_EN)
-    for k in powers_up_to(num_samples):
-        scores[f"pass_at_{k}"] = pass_at_k(correct_EN, k)
-    scores[f"maj_at_{num_samples}"] = maj_at_k(extracted, correct_EN)
+    scores |= scores_of_samples(sampled, powers_up_to(num_samples))
 
     # A dropped sample does not count; an example without samples has no reward.
     rewards_EN = sampled.rewards.reshape(-1, num_samples)

@@ -44,7 +44,6 @@ from tunix_lite.runs.fingerprint import (
     packing_of,
     read_fingerprint,
 )
-from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.messages import fields_of
@@ -533,7 +532,14 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     lengths = f"prompt up to {prompt} tokens, completion up to {new}"
     rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
     if run.rollout.is_stale:
-        rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
+        prompts = parts.batch.prompts
+        overlap = "one_step: the next batch is sampled beside the update"
+        if run.rollout.overlap == "carry":
+            overlap = (
+                f"carry: {prompts * (rollouts_behind(run) + 1)} prompts in flight, {prompts} an "
+                f"update; tokens are up to {run.rollout.max_staleness} updates old"
+            )
+        rows.append(("overlap", overlap))
 
     # What is minimised, how long, and where to.
     if objective := described(run.algorithm):
@@ -547,6 +553,11 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
+
+
+def rollouts_behind(run: RunConfig) -> int:
+    """The most rollouts that a token may be older than the update that learns from it."""
+    return run.rollout.max_staleness // run.algorithm.updates_per_rollout
 
 
 def float32_products(mixed_precision: str, platform: str) -> str:

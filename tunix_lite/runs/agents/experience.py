@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,23 +75,19 @@ class Endpoint:
             self._is_ready.set()
 
 
-@dataclass(frozen=True)
-class AgentJob:
-    """An agent that is trained, how it is run, and how texts that it returns are graded.
-
-    Example: AgentJob(agent, config=AgentConfig(on_error="zero"))."""
-
-    agent: Agent
-    # (completion, example) -> number; None: the rewards of the task
-    reward: Callable[[str, dict], float] | None = None
-    config: AgentConfig = field(default_factory=AgentConfig)
-
-
 class AgentExperience:
     """Episodes are run once in algorithm.updates_per_rollout updates, with the current weights: G
     of each of P examples. See ExperienceSource."""
 
-    def __init__(self, session: Session, learner: Learner, job: AgentJob):
+    def __init__(
+        self,
+        session: Session,
+        learner: Learner,
+        agent: Agent,
+        reward: Callable[[str, dict], float] | None,
+        config: AgentConfig,
+    ):
+        """reward: (completion, example) -> number; None: the rewards of the task."""
         run = session.run
         resolved = learner.resolved
         generation = run.generation
@@ -99,7 +95,7 @@ class AgentExperience:
         self._algorithm = run.algorithm
         self._task = session.task
         self._seed = run.seed
-        self._config = job.config
+        self._config = config
         self._evaluation = run.evaluation
         self._num_prompts = session.parts.batch.prompts
         self._rows = session.parts.rows
@@ -126,11 +122,11 @@ class AgentExperience:
             is_lenient=True,
         )
         longest = limits.max_prompt_length
-        self._episodes = OpenEpisodes(self._tokenizer, longest, job.config.max_calls)
+        self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
         endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
-        reward = job.reward or rewards_of(run.task)
-        self._runner = Runner(job.agent, reward, self._episodes, endpoint.base_url, job.config)
+        reward = reward or rewards_of(run.task)
+        self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)
         session.closing.callback(self._runner.close)
         self._held: Experience | None = None
 
