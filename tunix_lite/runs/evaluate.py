@@ -24,10 +24,9 @@ SAMPLES = 0xE7A1
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: its numbers, and the graded completions that they are computed of.
-
-    Example: 2 examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an
-    example side by side."""
+    """An evaluation: its numbers, and the graded completions that they are computed of. Example: 2
+    examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an example side by
+    side."""
 
     metrics: Metrics
     greedy: Graded
@@ -46,11 +45,9 @@ def evaluate(
     progress: SamplingProgress | None = None,
 ) -> Evaluated:
     """Greedy completions of these held-out examples, and `num_samples` samples of each at
-    `temperature`.
-
-    key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
-    two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
-    Raises RunFailed if a reward fails."""
+    `temperature`. key: of the run's seed; every evaluation of a run draws its samples with the same
+    numbers, so two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing
+    is said. Raises RunFailed if a reward fails."""
     greedy = _complete_and_grade(policy, task, params, examples, key, progress=progress)
     of_greedy = greedy.metrics
     metrics = {
@@ -105,9 +102,8 @@ def _complete_and_grade(
     temperature: float = 0.0,
     progress: SamplingProgress | None = None,
 ) -> Graded:
-    """Grades `num_samples` completions of each example, those of an example side by side.
-
-    Raises RunFailed if a reward fails."""
+    """Grades `num_samples` completions of each example, those of an example side by side. Raises
+    RunFailed if a reward fails."""
     repeated = [example for example in examples for _ in range(num_samples)]
     grader = task.grader(repeated, num_samples)
     prompts = task.prompts(examples)

@@ -21,10 +21,8 @@ SEED_OF_NEXT_ROUND = 0x9E3779B1
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch to learn from.
-
-    Example: with algorithm.updates_per_rollout=2 the same completions are handed out for two
-    updates: first with updates_left=2, then with updates_left=1."""
+    """A batch to learn from. Example: with algorithm.updates_per_rollout=2 the same completions are
+    handed out for two updates: first with updates_left=2, then with updates_left=1."""
 
     # the batch in rows on the mesh, which the update takes
     rows: RowBatch
@@ -48,7 +46,6 @@ class ExperienceSource(Protocol):
     def take(self, step: int, params: Params) -> Experience:
         """Returns the experience of update number `step` (from 0). Raises RunFailed, naming the
         step, if data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
-
         params: what the policy samples with now, adapters attached to their base. The next update
         donates them: who samples beside an update copies them first."""
         ...
@@ -61,9 +58,7 @@ class ExperienceSource(Protocol):
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
         patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
-        a signal ends it.
-
-        params: as of `take`."""
+        a signal ends it. params: as of `take`."""
         ...
 
 

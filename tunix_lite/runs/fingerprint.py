@@ -50,7 +50,6 @@ def fingerprint(
     frozen_models: Mapping[str, FoundModel] = MappingProxyType({}),
 ) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
-
     prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
     what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden."""
@@ -209,10 +208,8 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
-    that are allowed.
-
-    Another model cannot be forced: its checkpoint means something else. What SAID names may
-    differ."""
+    that are allowed. Another model cannot be forced: its checkpoint means something else. What SAID
+    names may differ."""
     changes = dict(differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
     changes.pop("training.packing", None)

@@ -36,10 +36,8 @@ from tunix_lite.types import Params, RowBatch, TrainState
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy that can be updated.
-
-    Example: `update = learner.compile_update(state, rows)`, then `state, metrics = update(state,
-    learner.frozen, rows)`: the old state is donated."""
+    """A policy that can be updated. Example: `update = learner.compile_update(state, rows)`, then
+    `state, metrics = update(state, learner.frozen, rows)`: the old state is donated."""
 
     # the state at the start of the run; the first update donates it
     state: TrainState
@@ -104,9 +102,8 @@ class Learner:
 
 
 def build_learner(session: Session) -> Learner:
-    """Loads or restores the state, and makes the policy and the update of a run.
-
-    Raises ConfigError, beginning with the setting, where files and settings do not go together."""
+    """Loads or restores the state, and makes the policy and the update of a run. Raises
+    ConfigError, beginning with the setting, where files and settings do not go together."""
     run = session.run
     parts = session.parts
     model = parts.model

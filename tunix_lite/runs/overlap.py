@@ -37,9 +37,8 @@ Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
 class _BatchesInFlight:
-    """The examples and prompts of each step that completions in flight belong to.
-
-    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
+    """The examples and prompts of each step that completions in flight belong to. Example:
+    `BatchesInFlight(session).prompts(3)`: 16 prompts."""
 
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
@@ -78,9 +77,8 @@ class _BatchesInFlight:
 
 class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
-    its groups, and the completions under way go on with the new weights.
-
-    It gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
+    its groups, and the completions under way go on with the new weights. It gives
+    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def __init__(
         self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
@@ -238,9 +236,8 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
 
 
 class _TaskInHand:
-    """A task whose grader is at work already, and whose environments have answered.
-
-    Example: `TaskInHand(task, grader).grader(examples)` is `grader`."""
+    """A task whose grader is at work already, and whose environments have answered. Example:
+    `TaskInHand(task, grader).grader(examples)` is `grader`."""
 
     def __init__(self, task: Any, grader: Any):
         self._task = task
@@ -259,9 +256,8 @@ class _TaskInHand:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A whole rollout that waits for its update, with its grades on the way.
-
-    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
+    """A whole rollout that waits for its update, with its grades on the way. Example: the batch of
+    step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
 
     step: int
     # updates made before it was sampled
@@ -272,10 +268,9 @@ class _Sampled:
 
 class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
-    the updates of this one, while the devices compute the first of them.
-
-    One thread starts all programs, in one order: the first chunks of sampling, the update, the
-    other chunks. Their results do not depend on that order: no array that changes is shared."""
+    the updates of this one, while the devices compute the first of them. One thread starts all
+    programs, in one order: the first chunks of sampling, the update, the other chunks. Their
+    results do not depend on that order: no array that changes is shared."""
 
     def __init__(
         self,

@@ -33,10 +33,8 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Reference:
-    """Names the reference policy.
-
-    Example: Reference("the weights that training starts from") where no folder is needed to have it
-    again."""
+    """Names the reference policy. Example: Reference("the weights that training starts from") where
+    no folder is needed to have it again."""
 
     words: str  # for people
     # the step in `reference/`; None: the model of the settings, without adapters
@@ -49,10 +47,8 @@ def find_reference(
     run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path | None
 ) -> Reference | None:
     """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it
-    has no KL term.
-
-    Raises ValueError, with the remedy, if it was another one than can be had now, or is not
-    known."""
+    has no KL term. Raises ValueError, with the remedy, if it was another one than can be had now,
+    or is not known."""
     if not run.algorithm.needs.reference:
         return None
     if resume_from == run_dir.checkpoints:
@@ -122,11 +118,9 @@ def reference_of(
     params: Params,
 ) -> Params | None:
     """The frozen params of the KL term, None without one. What is kept of a new one is on disk when
-    it returns.
-
-    params: what the settings of the model give, as it was loaded; they may be deleted afterwards.
-    Beside them and the reference, another run's weights are on the devices for a moment. Raises
-    ValueError and OSError as Checkpoints does."""
+    it returns. params: what the settings of the model give, as it was loaded; they may be deleted
+    afterwards. Beside them and the reference, another run's weights are on the devices for a
+    moment. Raises ValueError and OSError as Checkpoints does."""
     if chosen is None:
         return None
     copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)

@@ -12,7 +12,6 @@ from tunix_lite.types import Rollout
 
 class SamplingClock:
     """Estimates the time left, as if the other completions took as long as those that have ended.
-
     Example: `clock = SamplingClock(160)`; `clock.take(requests)` after each chunk."""
 
     def __init__(
@@ -51,9 +50,8 @@ class SamplingClock:
 
 
 class SamplingProgress:
-    """Follows one rollout after another, and says how far they are.
-
-    Example: `with SamplingProgress(StandardError(), [32]) as progress:`, then `generate(...,
+    """Follows one rollout after another, and says how far they are. Example: `with
+    SamplingProgress(StandardError(), [32]) as progress:`, then `generate(...,
     on_chunk=progress.on_chunk)`."""
 
     def __init__(

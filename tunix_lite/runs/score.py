@@ -20,10 +20,9 @@ from tunix_lite.types import Params
 def held_out_examples(
     run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
 ) -> tuple[Task, list[dict]]:
-    """The run's task, and its first `num_examples` held-out examples; None: all of them.
-
-    reference: the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError
-    if there are fewer, if a prompt is too long, or if an example has no such field."""
+    """The run's task, and its first `num_examples` held-out examples; None: all of them. reference:
+    the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError if there
+    are fewer, if a prompt is too long, or if an example has no such field."""
     generation = run.generation
     task = Task(
         run.task,
@@ -59,7 +58,6 @@ def model_scores(
     progress: SamplingProgress,
 ) -> tuple[Evaluated, dict[str, np.ndarray]]:
     """The completions of a model, and its scores by name, [E] float64 each: one number an example.
-
     A reward that failed makes nan. The completions are those of an evaluation of a run with this
     seed. Raises RunFailed if a reward fails and rewards.on_error=raise."""
     evaluated = evaluate(

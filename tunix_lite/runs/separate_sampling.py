@@ -36,10 +36,8 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 
 @dataclass
 class SeparateSampling:
-    """Samples on a mesh of its own, whatever the current mesh is.
-
-    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8,
-    grader.submit)`."""
+    """Samples on a mesh of its own, whatever the current mesh is. Example:
+    `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`."""
 
     mesh: jax.sharding.Mesh
     generate: Sampling

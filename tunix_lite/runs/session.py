@@ -38,9 +38,8 @@ from tunix_lite.types import TrainState
 
 @dataclass
 class Job:
-    """The job that a run is part of.
-
-    Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a run of a sweep."""
+    """The job that a run is part of. Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a
+    run of a sweep."""
 
     # time.time() when the job began: training.max_minutes counts from there; None: from the call
     began: float | None = None
@@ -56,9 +55,8 @@ class Job:
 
 @dataclass
 class Session:
-    """An open run: its settings, components, console and status.
-
-    Example: `with open_run(run, folder) as session: session.console.say("hello")`."""
+    """An open run: its settings, components, console and status. Example: `with open_run(run,
+    folder) as session: session.console.say("hello")`."""
 
     run: RunConfig
     parts: Parts

@@ -56,10 +56,9 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a run whose settings are checked.
-
-    `find_parts` gives it without a folder, `prepare` adds what the folder says. Example: `parts =
-    prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`."""
+    """The components of a run whose settings are checked. `find_parts` gives it without a folder,
+    `prepare` adds what the folder says. Example: `parts = prepare(run, RunDir(folder))`, then
+    `jax.set_mesh(parts.mesh)`."""
 
     model: FoundModel
     mesh: jax.sharding.Mesh
@@ -169,10 +168,9 @@ def with_rewards_tried(parts: Parts) -> Parts:
 
 
 def find_parts(run: RunConfig) -> Parts:
-    """Finds the components of a run that need no run folder. Raises ConfigError.
-
-    Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
-    sharding rules those of the process."""
+    """Finds the components of a run that need no run folder. Raises ConfigError. Of a hub model it
+    downloads config.json and the tokenizer, not the weights. Makes the run's sharding rules those
+    of the process."""
     # Messages begin with the setting. A tracker may lack its package.
     for name, open_tracker in run.tracking.trackers.items():
         if (check := getattr(open_tracker, "check", None)) is not None:
@@ -222,9 +220,8 @@ def _resolver(
 
 def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     """The parts of a run that resumes: where training.packing=auto, with the packing of the run
-    whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it.
-
-    Another packing would change the last digits of what follows. It is changed only by name."""
+    whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it. Another
+    packing would change the last digits of what follows. It is changed only by name."""
     if parts.resume_from is None or run.training.packing != AUTO:
         return parts
     file = RunDir(parts.resume_from.parent).fingerprint
@@ -298,10 +295,9 @@ def _of_frozen(name: str) -> Iterator[None]:
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
-    """Checks the examples and describes them; num_prompts: of an update.
-
-    Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
-    what the model and the algorithm can take."""
+    """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
+    example, or a prompt of the first update or of the evaluation, is not what the model and the
+    algorithm can take."""
     with error_context("task"):
         needs = run.algorithm.needs
         if not needs.demonstrations and not needs.frozen_models:
@@ -331,10 +327,9 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
 
 def check_embedded(task: Task, learned: Sequence[str]) -> None:
     """Raises ValueError, with the place of the row, if a row in memory needs a token that the model
-    has no embedding for. learned: the fields that are learned from.
-
-    The tokenizer finds them, so all rows are tokenised, but only where it has such tokens. Of rows
-    that are read later, each is refused when its turn comes."""
+    has no embedding for. learned: the fields that are learned from. The tokenizer finds them, so
+    all rows are tokenised, but only where it has such tokens. Of rows that are read later, each is
+    refused when its turn comes."""
     source = task.config.source
     if not task.tokenizer.beyond:
         return
@@ -442,11 +437,9 @@ def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> 
 
 def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and the
-    text of the chat template.
-
-    Where the folder holds checkpoints of another run, call it when our first one is whole: until
-    then the other run must be able to go on. A kill in between leaves our checkpoint under their
-    fingerprint; both runs can still resume."""
+    text of the chat template. Where the folder holds checkpoints of another run, call it when our
+    first one is whole: until then the other run must be able to go on. A kill in between leaves our
+    checkpoint under their fingerprint; both runs can still resume."""
     run = parts.resolved.run
     with error_context(""):
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))

@@ -68,9 +68,8 @@ HELD_OUT_SHOWN = 2
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step that is over. Do not keep it: the next update donates its state.
-
-    Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`."""
+    """A step that is over. Do not keep it: the next update donates its state. Example: an observer
+    `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`."""
 
     # updates so far, those that were skipped included: 1 after the first
     step: int
@@ -88,9 +87,8 @@ class StepDone:
 
 class Watch:
     """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
-    and `after` a step.
-
-    Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`."""
+    and `after` a step. Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1,
+    ...))`."""
 
     def __init__(self, session: Session, learner: Learner, source: ExperienceSource):
         """Opens trackers, checkpoints and the profiler. Raises FloatingPointError if the run gave
@@ -228,10 +226,8 @@ class Watch:
 
     @contextlib.contextmanager
     def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
-        """Around the update alone: until it is done nothing can stop the run.
-
-        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed
-        yet."""
+        """Around the update alone: until it is done nothing can stop the run. Raises StopRun, on
+        all processes, if one of them was asked to stop: nothing has changed yet."""
         stopping = self.session.stopping
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
@@ -389,10 +385,8 @@ class Watch:
 
     def sampler_gap(self, done: StepDone, metrics: Metrics) -> float:
         """Nats a token by which sampler and trainer disagree where only rounding may differ: in the
-        first update of a rollout both have the same weights; else 0.
-
-        Where old_logprobs=sampled the two distributions differ on purpose, and so do those of
-        tokens that earlier weights drew."""
+        first update of a rollout both have the same weights; else 0. Where old_logprobs=sampled the
+        two distributions differ on purpose, and so do those of tokens that earlier weights drew."""
         cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
         is_stale = metrics.get("rollout/staleness_max", 0) > 0
         has_own = done.experience.metrics and "train/sampler_gap" in metrics
@@ -446,7 +440,6 @@ class Watch:
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
-
     is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
     RunFailed, naming the tracker of the settings that cannot be opened."""
     last_line = None

@@ -25,9 +25,8 @@ IS_OVER = (
 
 @dataclass
 class TokenSequence:
-    """Tokens that an agent's calls read and sampled.
-
-    Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1)."""
+    """Tokens that an agent's calls read and sampled. Example: TokenSequence([2, 17, 9, 1], [F, F,
+    T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1)."""
 
     tokens: list[int] = field(default_factory=list)
     # True on tokens that the model sampled
@@ -83,9 +82,8 @@ def with_tokens_as_sampled(
 
 @dataclass
 class Episode:
-    """One run of an agent on an example.
-
-    Example: episodes.open({"question": "2 + 2"}, seed=7).sequences after the agent has ended."""
+    """One run of an agent on an example. Example: episodes.open({"question": "2 + 2"},
+    seed=7).sequences after the agent has ended."""
 
     id: str
     example: dict[str, Any]
@@ -105,9 +103,8 @@ class Episode:
 
 
 class OpenEpisodes:
-    """The episodes that are open now: the Recorder of a server.
-
-    Example: episodes = OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32)."""
+    """The episodes that are open now: the Recorder of a server. Example: episodes =
+    OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32)."""
 
     def __init__(self, tokenizer: Tokenizer, max_prompt_length: int, max_calls: int):
         """max_prompt_length: tokens of a prompt, at most. max_calls: of an episode, at most."""
