@@ -10,7 +10,7 @@ from test_tokenizer import FAMILIES
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.score import held_out_examples
+from tunix_lite.runs.evaluate import held_out_examples
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.chat import like_answer, same_as_answer

@@ -1,8 +1,6 @@
-"""The training loop: a run is opened, a learner is built, and experience becomes updates.
-
-For when completions are made read runs/experience.py, for how algorithms/groups.py and
-rollout/generate.py; for how an update is computed, learner/update.py; for what happens around a
-step (evaluation, logs, checkpoints, signals), runs/watch.py."""
+"""The training loop. For when completions are made read runs/experience.py, for how
+algorithms/groups.py and rollout/generate.py; for an update learner/update.py; for what happens
+around a step (evaluation, logs, checkpoints, signals) runs/watch.py."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,13 +1,5 @@
-"""Training an agent: it runs as it is, against the weights that are being trained.
-
-  def agent(client, example):
-      answer = client.chat.completions.create(model="any", messages=[...])
-      return 1.0 if answer.choices[0].message.content == example["answer"] else 0.0
-
-  train_agent(agent, "task=arithmetic", "training.max_steps=30", folder="outputs/mine")
-
-A step: G episodes of each of P examples, rewards, advantages within each group, one update.
-"""
+"""Trains an agent against the weights that are being trained. A step: G episodes of each of P
+examples, rewards, advantages within each group, one update."""
 
 from collections.abc import Callable
 from functools import partial

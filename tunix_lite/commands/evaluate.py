@@ -39,10 +39,14 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.report import evaluation
 from tunix_lite.report.statistics import Estimate
-from tunix_lite.runs.evaluate import rollout_sizes
+from tunix_lite.runs.evaluate import (
+    evaluate,
+    held_out_examples,
+    model_scores,
+    rollout_sizes,
+)
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
-from tunix_lite.runs.score import held_out_examples, model_scores
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.progress import StandardError
@@ -288,15 +292,15 @@ def _score(
         ) as graded_by,
         progress,
     ):
-        evaluated, scores = model_scores(
+        evaluated = evaluate(
             Policy(generate, None),
-            model.params,
             graded_by,
+            model.params,
             examples,
-            run.seed,
+            jax.random.key(run.seed),
             options.num_samples,
             options.temperature,
-            options.reference,
             progress,
         )
+    scores = model_scores(evaluated, examples, options.reference)
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores

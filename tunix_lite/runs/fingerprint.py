@@ -1,9 +1,6 @@
 """Fingerprints a run: the settings its numbers depend on, kept beside its checkpoints. A run
-resumes only from a checkpoint of the same run.
-
-What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
-how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
-What people change on purpose in the middle of a run may differ, too, and is said (SAID)."""
+resumes only from a checkpoint of the same run. What never changes an answer is not in it: the mesh,
+micro-batches, remat, slots, and how often. Packing is, so that auto goes on as the run began."""
 
 import ast
 import hashlib

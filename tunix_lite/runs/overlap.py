@@ -1,15 +1,12 @@
-"""Rollouts that overlap with learning (rollout.overlap): the groups of each update, and the
-rollouts that stay in flight until a later one.
-
-Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
-checkpoint holds them, so that a resumed run learns from what it would have learned from."""
+"""Rollouts that overlap with learning (rollout.overlap). What an update gets depends on seed,
+steps, chunks and tokens, never on the clock. A checkpoint holds the completions in flight, so that
+a resumed run learns from what it would have learned from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
@@ -26,9 +23,13 @@ from tunix_lite.rollout.partial import (
     rollout_of,
 )
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.separate_sampling import SeparateSampling, separate_sampling
+from tunix_lite.runs.separate_sampling import (
+    SeparateSampling,
+    arguments_of_sampler,
+    separate_sampling,
+)
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts, rollouts_behind
+from tunix_lite.runs.setup import rollouts_behind
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.types import Metrics, Params, Prompts, Rollout
 
@@ -410,38 +411,24 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
     """Restores the run's overlapping rollouts at this step; None without overlap. Raises
     ConfigError if the checkpoint lacks them."""
     run = resolved.run
-    if run.rollout.overlap == "none" or (
-        run.rollout.overlap == "one_step" and not run.rollout.is_stale
-    ):
+    overlap = run.rollout.overlap
+    if overlap == "none" or (overlap == "one_step" and not run.rollout.is_stale):
         return None
-    start = restored(run, session.parts, step)
-    if run.rollout.overlap == "one_step":
+
+    # What was in flight; nothing if the run begins here or resumes with other settings.
+    start = InFlight([], step)
+    resume_from = session.parts.resume_from
+    if resume_from is not None and not (run.resume.force and session.parts.differs):
+        with error_context("resume"):
+            arrays = Checkpoints(resume_from).in_flight(step)
+            if arrays is None and run.rollout.is_stale:
+                raise ValueError(
+                    f"step {step} of {resume_from} has no completions in flight; "
+                    "resume.force=true begins with none"
+                )
+            if arrays is not None:
+                start = in_flight_from(arrays)
+    if overlap == "one_step":
         return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
-    tokenizer = session.task.tokenizer
-    sampler = make_sampler(
-        resolved.cfg,
-        run.generation,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        tokenizer,
-        jnp.dtype(run.training.tp_reduce_dtype),
-    )
+    sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
     return PartialRollouts(session, run, PartialSampler(sampler), start)
-
-
-def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:
-    """Reads the rollouts in flight at this step; none if the run begins here or resumes with other
-    settings."""
-    nothing = InFlight([], step)
-    if parts.resume_from is None or (run.resume.force and parts.differs):
-        return nothing
-    with error_context("resume"):
-        arrays = Checkpoints(parts.resume_from).in_flight(step)
-        if arrays is None and run.rollout.is_stale:
-            raise ValueError(
-                f"step {step} of {parts.resume_from} has no completions in flight; "
-                "resume.force=true begins with none"
-            )
-        return nothing if arrays is None else in_flight_from(arrays)

@@ -1,9 +1,6 @@
-"""The reference of the KL term: the policy that training starts from, the same however often the
-run is resumed.
-
-The settings of the model may not name all of it, as when training starts from an adapter or from
-another run's checkpoint. Then the run keeps it in its own folder, `reference/<step>/`: an adapter
-may be overwritten, and another run goes on. `reference.json` says which one it is."""
+"""The reference of the KL term: the policy that training starts from, however often it resumes.
+Where settings cannot name it (an adapter, another run's checkpoint) the run keeps it in
+`reference/<step>/`, and `reference.json` says which one it is."""
 
 import shutil
 from dataclasses import dataclass

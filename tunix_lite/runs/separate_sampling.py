@@ -22,7 +22,12 @@ from tunix_lite.types import Params, Prompts, Rollout
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
     """Builds the sampler of a run."""
-    return make_generate(
+    return make_generate(*arguments_of_sampler(resolved, tokenizer))
+
+
+def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
+    """Returns the arguments of make_generate and make_sampler for a run."""
+    return (
         resolved.cfg,
         resolved.run.generation,
         tokenizer.eos_ids,

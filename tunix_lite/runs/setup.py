@@ -116,7 +116,15 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
         run_dir.check()
     resume_from = resume_from_folder(run, run_dir)
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
-    parts = download_models(parts)
+
+    # All weights come to this machine.
+    with error_context(""):
+        model = source.download(parts.model)
+    frozen_models = {}
+    for name, frozen in parts.frozen_models.items():
+        with _of_frozen(name):
+            frozen_models[name] = source.download(frozen)
+    parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
     # run does not go on in silence where one is missing; of status.json it says what begins anew.
@@ -361,17 +369,6 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
             raise ValueError(
                 f"rewards.{name} takes one completion; set task.rewards.{name}.group=false"
             )
-
-
-def download_models(parts: Parts) -> Parts:
-    """The parts with the weights of their models on this machine. Raises ConfigError."""
-    with error_context(""):
-        model = source.download(parts.model)
-    frozen_models = {}
-    for name, frozen in parts.frozen_models.items():
-        with _of_frozen(name):
-            frozen_models[name] = source.download(frozen)
-    return replace(parts, model=model, frozen_models=frozen_models)
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:

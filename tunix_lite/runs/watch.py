@@ -1,7 +1,5 @@
-"""Watches a run, in one order: numbers, evaluation, logs, checkpoints, signals.
-
-The order has a meaning: what a crash in between leaves on the disk is always true. It stands in
-`Watch.after`."""
+"""Watches a run: numbers, evaluation, logs, checkpoints, signals. Their order stands in
+`Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
 import time

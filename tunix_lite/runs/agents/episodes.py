@@ -1,7 +1,5 @@
-"""Episodes: runs of an agent on an example, whose calls the server records as sequences of tokens.
-
-Tokens are learned from as they were sampled. A call whose prompt begins with all the tokens of an
-earlier sequence goes on with it, so that a conversation is one sequence."""
+"""Episodes: runs of an agent on an example, whose calls the server records as tokens, as they were
+sampled. A call whose prompt begins with all tokens of an earlier sequence goes on with it."""
 
 import contextlib
 import secrets
