@@ -285,16 +285,37 @@ class OneStepOffPolicy:
         self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._generation = run.generation
         self._batches = _BatchesInFlight(session)
         self._seed_key = jax.random.key(run.seed)
-        self._after = self._restored(start)
-        self._before = self._after
+        # the rollout that waits for its update, and the one before; None: there is none
+        self._after: _Sampled | None = None
+        self._before: _Sampled | None = None
         # samples the rest of the rollout that was begun beside this update
         self._under_way: Callable[[], _Sampled] | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
+
+        # The rollout that waited in a checkpoint. Its grades are computed again.
+        if isinstance(start, ConversationsInFlight):
+            step = start.step
+            version = start.version
+            rollout = start.rollout
+            last_turns = start.last_turns
+        elif start.completions:
+            first = start.completions[0]
+            step = first.step
+            version = first.versions[0]
+            prompts = self._batches.prompts(step)
+            pad_id = self._task.tokenizer.pad_id
+            rollout = rollout_of(start.completions, prompts, run.generation, pad_id, {})
+            last_turns = [list(one.tokens) for one in start.completions]
+        else:
+            return
+        grader = self._task.grader(self._repeated(step), self._generations)
+        for row, tokens in enumerate(last_turns):
+            grader.submit(row, tokens)
+        self._before = self._after = _Sampled(step, version, rollout, grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See PartialRollouts."""
@@ -378,29 +399,6 @@ class OneStepOffPolicy:
         """The example of each completion."""
         examples = self._batches.examples(step)
         return [example for example in examples for _ in range(self._generations)]
-
-    def _restored(self, start: InFlight | ConversationsInFlight) -> _Sampled | None:
-        """The rollout that waited in a checkpoint; None: there was none. Its grades are computed
-        again."""
-        if isinstance(start, ConversationsInFlight):
-            step = start.step
-            version = start.version
-            rollout = start.rollout
-            last_turns = start.last_turns
-        elif start.completions:
-            first = start.completions[0]
-            step = first.step
-            version = first.versions[0]
-            prompts = self._batches.prompts(step)
-            pad_id = self._task.tokenizer.pad_id
-            rollout = rollout_of(start.completions, prompts, self._generation, pad_id, {})
-            last_turns = [list(one.tokens) for one in start.completions]
-        else:
-            return None
-        grader = self._task.grader(self._repeated(step), self._generations)
-        for row, tokens in enumerate(last_turns):
-            grader.submit(row, tokens)
-        return _Sampled(step, version, rollout, grader)
 
 
 # what gives a run its completions where rollouts overlap with learning

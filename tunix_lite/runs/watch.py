@@ -265,17 +265,7 @@ class Watch:
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
-        limit = session.run.training.max_sampler_gap
-        gap = self.sampler_gap(done, metrics)
-        if limit is not None and gap > limit:
-            self.log(done.step, metrics)
-            raise SamplerFault(
-                f"step {done.step}: the trainer gives the sampler's tokens log-probabilities that "
-                f"differ by {gap:.3g} nats a token on average; training.max_sampler_gap={limit:g} "
-                "is the limit, and rounding in bfloat16 is below 0.01. The weights that sample, or "
-                "one of the two programs, are wrong, so the update is not kept. "
-                "training.max_sampler_gap=null turns this check off"
-            )
+        self.check_sampler(done, metrics)
         metrics |= self.observed(done)
         if self.is_due(done.step, session.run.evaluation.interval_steps):
             metrics |= self.evaluated()
@@ -347,7 +337,17 @@ class Watch:
                     raise ValueError(
                         f"it returned {kind}; return a dict like {{'my/number': 1.0}}"
                     )
-                metrics |= {key: _own_metric(key, value) for key, value in returned.items()}
+                for key, value in returned.items():
+                    is_key = isinstance(key, str) and key.count("/") == 1
+                    if not is_key or key.split("/")[0] in OUR_PARTS:
+                        raise ValueError(
+                            f"{key!r} is not the name of a metric of yours: part/name, and the "
+                            f"part is none of {', '.join(OUR_PARTS)}"
+                        )
+                    number = np.asarray(value)
+                    if number.shape or not np.issubdtype(number.dtype, np.number):
+                        raise ValueError(f"{key} is {type(value).__name__}; give one number")
+                    metrics[key] = float(number)
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
@@ -381,20 +381,29 @@ class Watch:
         """Whether work that is done every `every` steps, and after the last, is due now."""
         return is_due(step, every, self.session.run.training.max_steps)
 
-    def sampler_gap(self, done: StepDone, metrics: Metrics) -> float:
-        """Nats a token by which sampler and trainer disagree where only rounding may differ: in the
-        first update of a rollout both have the same weights; else 0. Where old_logprobs=sampled the
-        two distributions differ on purpose, and so do those of tokens that earlier weights drew."""
+    def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
+        """Raises SamplerFault where sampler and trainer disagree by more nats a token than
+        training.max_sampler_gap, though only rounding may differ: in the first update of a rollout
+        both have the same weights."""
+        # With old_logprobs=sampled they differ on purpose, and so do tokens of earlier weights.
+        limit = self.session.run.training.max_sampler_gap
         cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
         is_stale = metrics.get("rollout/staleness_max", 0) > 0
         has_own = done.experience.metrics and "train/sampler_gap" in metrics
-        if cuts_off or is_stale or not has_own:
-            return 0.0
+        if limit is None or cuts_off or is_stale or not has_own:
+            return
         # where old_logprobs=rescored the trainer's own are compared before the update
-        total = float(np.sum(done.experience.batch.loss_weight))
-        return metrics.get(
-            "sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0)
-        )
+        total = float(np.sum(done.experience.batch.loss_weight)) or 1.0
+        gap = metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / total)
+        if gap > limit:
+            self.log(done.step, metrics)
+            raise SamplerFault(
+                f"step {done.step}: the trainer gives the sampler's tokens log-probabilities that "
+                f"differ by {gap:.3g} nats a token on average; training.max_sampler_gap={limit:g} "
+                "is the limit, and rounding in bfloat16 is below 0.01. The weights that sample, or "
+                "one of the two programs, are wrong, so the update is not kept. "
+                "training.max_sampler_gap=null turns this check off"
+            )
 
     # ---- what is written
 
@@ -463,16 +472,3 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
-
-
-def _own_metric(name: object, value: object) -> float:
-    """The metric of an observer as a plain number. Raises ValueError if it is anything else."""
-    if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
-        raise ValueError(
-            f"{name!r} is not the name of a metric of yours: part/name, and the part is none of "
-            f"{', '.join(OUR_PARTS)}"
-        )
-    number = np.asarray(value)
-    if number.shape or not np.issubdtype(number.dtype, np.number):
-        raise ValueError(f"{name} is {type(value).__name__}; give one number")
-    return float(number)
