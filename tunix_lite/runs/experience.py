@@ -76,7 +76,6 @@ class FreshExperience:
         self._learner = learner
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
-        self._policy = learner.policy
         self._collected: Collected | None = None
         self._held: Experience | None = None
 
@@ -144,10 +143,10 @@ class FreshExperience:
         # rounds are of other shuffles, so that the first one goes through the data in the same
         # order whether others follow or not.
         if overlap is not None:
-            drawn = overlap.draw(step, self._policy, task, params)
+            drawn = overlap.draw(step, self._learner.policy, task, params)
             policy, task, examples, example_metrics = drawn
         else:
-            policy = self._policy
+            policy = self._learner.policy
             num_prompts = session.parts.batch.prompts * self._needs.mini_batches
             examples = []
             dropped = 0

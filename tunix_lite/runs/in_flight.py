@@ -35,15 +35,14 @@ class InFlight:
         the other."""
         columns = {
             "next_step": np.int32(self.next_step),
-            "steps": [one.step for one in self.completions],
-            "prompts": [one.prompt for one in self.completions],
-            "generations": [one.generation for one in self.completions],
             "lengths": [len(one.tokens) for one in self.completions],
             "reasons": [
                 -1 if one.reason is None else FINISH.index(one.reason)
                 for one in self.completions
             ],
         }
+        for name in ("step", "prompt", "generation"):
+            columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
         types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS

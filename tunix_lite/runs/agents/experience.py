@@ -92,11 +92,8 @@ class AgentExperience:
         generation = run.generation
         self._session = session
         self._algorithm = run.algorithm
-        self._task = session.task
         self._seed = run.seed
         self._config = config
-        self._evaluation = run.evaluation
-        self._num_prompts = session.parts.batch.prompts
         self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
         # An agent that asks for temperature 0 would say the same in each episode.
@@ -145,7 +142,9 @@ class AgentExperience:
         # Episodes, their rewards and their advantages.
         G = self._algorithm.num_generations
         with error_context(f"step {step + 1}", RunFailed):
-            examples, _ = self._task.batch(self._num_prompts, self._seed, step // updates)
+            examples, _ = self._session.task.batch(
+                self._session.parts.batch.prompts, self._seed, step // updates
+            )
             examples = [one for one in examples for _ in range(G)]
             seed = seed_of_call(self._seed, step, 1)
             groups = self._ended(params, examples, seed, self._own_draw, G)
@@ -172,8 +171,8 @@ class AgentExperience:
         """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
-        settings = self._evaluation
-        held_out = self._task.held_out(settings.num_examples)
+        settings = self._session.run.evaluation
+        held_out = self._session.task.held_out(settings.num_examples)
 
         def graded(seed: int, draw: DrawSettings | None, count: int) -> Graded:
             examples = [one for one in held_out for _ in range(count)]
