@@ -267,7 +267,8 @@ class Watch:
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
         self.check_sampler(done, metrics)
         metrics |= self.observed(done)
-        if self.is_due(done.step, session.run.evaluation.interval_steps):
+        last = session.run.training.max_steps
+        if is_due(done.step, session.run.evaluation.interval_steps, last):
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
@@ -286,7 +287,8 @@ class Watch:
             raise FloatingPointError(diverged(done.step, self.skipped, folder, metrics))
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
-        saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
+        every = session.run.training.save_interval_steps
+        saves = reason or is_due(done.step, every, last)
         if saves or self.accuracy is not None:
             session.status.write("running")
         if saves:
@@ -368,7 +370,7 @@ class Watch:
         sampled = averages_of_samples(evaluation.metrics)
         session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
-        if every and (step == 0 or self.is_due(step, every)):
+        if every and (step == 0 or is_due(step, every, session.run.training.max_steps)):
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
@@ -376,10 +378,6 @@ class Watch:
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(rows, with_rewards=True)
         return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
-
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether work that is done every `every` steps, and after the last, is due now."""
-        return is_due(step, every, self.session.run.training.max_steps)
 
     def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
         """Raises SamplerFault where sampler and trainer disagree by more nats a token than
@@ -415,8 +413,10 @@ class Watch:
         """Logs a whole step: its metrics, and its completions when due."""
         self.log(done.step, metrics)
         graded = done.experience.graded
-        tracking = self.session.run.tracking
-        if graded is not None and self.is_due(done.step, tracking.samples_interval_steps):
+        run = self.session.run
+        tracking = run.tracking
+        every = tracking.samples_interval_steps
+        if graded is not None and is_due(done.step, every, run.training.max_steps):
             rows = keep_samples(
                 self.session.run_dir,
                 self.session.console,
