@@ -179,12 +179,12 @@ def session_of(overlap, staleness, prompts=3):
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
     sampler = sampler or PartialSampler(of_cfg(make_sampler, cfg))
-    return PartialRollouts(session, session.run, sampler, start or InFlight([], 0))
+    return PartialRollouts(session, sampler, start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0), apart)
+    return OneStepOffPolicy(session, start or InFlight([], 0), apart)
 
 
 def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
@@ -289,7 +289,7 @@ class Talks(Numbers):
 def one_step_of_talks(start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0))
+    return OneStepOffPolicy(session, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):

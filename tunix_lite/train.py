@@ -28,8 +28,9 @@ def train(
     Raises ConfigError before anything is written if the settings cannot be right, and later if
     weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
     function of the user's fails; FloatingPointError if too many updates in a row are not finite;
-    DiskError, with how to go on, if the folder can no longer be written. Example:
-    `train(compose(["training.max_steps=20"]), "outputs/mine")`."""
+    DiskError, with how to go on, if the folder can no longer be written.
+
+    Example: `train(compose(["training.max_steps=20"]), "outputs/mine")`."""
     # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)

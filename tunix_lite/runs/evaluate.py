@@ -77,8 +77,10 @@ def evaluate(
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
     sampled = graded(key, k, temperature)
     scores = scores_of_samples(sampled, [k])
-    metrics |= {f"eval/{name}": float(score_E.mean()) for name, score_E in scores.items()}
     metrics |= {
+        f"eval/avg_at_{k}": float(scores[f"avg_at_{k}"].mean()),
+        f"eval/pass_at_{k}": float(scores[f"pass_at_{k}"].mean()),
+        f"eval/maj_at_{k}": float(scores[f"maj_at_{k}"].mean()),
         "eval/sampled_reward": sampled.metrics["reward/mean"],
         "eval/sampled_truncated": sampled.metrics["completions/truncated"],
     }

@@ -11,7 +11,6 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.resolved.run import ResolvedRun
@@ -81,9 +80,8 @@ class PartialRollouts:
     its groups, and the completions under way go on with the new weights. It gives
     runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
-    def __init__(
-        self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
-    ):
+    def __init__(self, session: Session, sampler: PartialSampler, start: InFlight):
+        run = session.run
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -276,11 +274,11 @@ class OneStepOffPolicy:
     def __init__(
         self,
         session: Session,
-        run: RunConfig,
         start: InFlight | ConversationsInFlight,
         apart: SeparateSampling | None = None,
     ):
         """apart: samples where sampling has devices of its own; None: the policy does."""
+        run = session.run
         self._task = session.task
         self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
@@ -427,6 +425,6 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
             if arrays is not None:
                 start = in_flight_from(arrays)
     if overlap == "one_step":
-        return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
+        return OneStepOffPolicy(session, start, separate_sampling(session, resolved))
     sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
-    return PartialRollouts(session, run, PartialSampler(sampler), start)
+    return PartialRollouts(session, PartialSampler(sampler), start)

@@ -56,6 +56,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+# the name of the comparer among the scorers
+TEACHER = "teacher"
+
+
 @dataclass(frozen=True)
 class _Timed:
     """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`. Example:
@@ -84,5 +88,5 @@ def timed(policy: Policy, seconds: Counter) -> Policy:
     rescore = _Timed("time/rescore", policy.rescore, seconds)
     compare = policy.compare
     if compare is not None:
-        compare = _Timed("time/teacher", compare, seconds)
+        compare = _Timed(f"time/{TEACHER}", compare, seconds)
     return replace(policy, scorers=scorers, rescore=rescore, compare=compare)
