@@ -24,8 +24,8 @@ OF_TOKENS = {
 
 @dataclass(frozen=True)
 class InFlight:
-    """Completions that no update has taken yet, and the next step to draw prompts for. Example:
-    InFlight([], 0) before the first update."""
+    """Completions that no update has taken yet, and the next step to draw prompts for.
+    Example: InFlight([], 0) before the first update."""
 
     completions: Sequence[OpenCompletion]
     next_step: int
@@ -96,8 +96,8 @@ OF_ROWS = {"finish": np.int8, "seconds": np.float32}
 
 @dataclass(frozen=True)
 class ConversationsInFlight:
-    """A whole rollout of conversations that waits for its update. Example:
-    ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
+    """A whole rollout of conversations that waits for its update.
+    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
 
     # the update, from 0, that learns from it
     step: int

@@ -37,8 +37,8 @@ Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
 class _BatchesInFlight:
-    """The examples and prompts of each step that completions in flight belong to. Example:
-    `BatchesInFlight(session).prompts(3)`: 16 prompts."""
+    """The examples and prompts of each step that completions in flight belong to.
+    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
 
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
@@ -235,8 +235,8 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
 
 
 class _TaskInHand:
-    """A task whose grader is at work already, and whose environments have answered. Example:
-    `TaskInHand(task, grader).grader(examples)` is `grader`."""
+    """A task whose grader is at work already, and whose environments have answered.
+    Example: `TaskInHand(task, grader).grader(examples)` is `grader`."""
 
     def __init__(self, task: Any, grader: Any):
         self._task = task

@@ -41,8 +41,8 @@ def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
 
 @dataclass
 class SeparateSampling:
-    """Samples on a mesh of its own, whatever the current mesh is. Example:
-    `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`."""
+    """Samples on a mesh of its own, whatever the current mesh is.
+    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`."""
 
     mesh: jax.sharding.Mesh
     generate: Sampling

@@ -62,8 +62,8 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class _Timed:
-    """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`. Example:
-    Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
+    """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
+    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
 
     # of the metric
     name: str

@@ -23,8 +23,8 @@ PACKING = ("auto", "sequences")
 
 @dataclass(frozen=True)
 class EpisodeGroups:
-    """P examples with G episodes each: episode p * G + g is number g of example p. Example:
-    EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8]."""
+    """P examples with G episodes each: episode p * G + g is number g of example p.
+    Example: EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8]."""
 
     episodes: Sequence[Episode]
     ended: Sequence[Ended]

@@ -34,8 +34,8 @@ MOST_WAITING = 1 << 20
 
 
 class Endpoint:
-    """A server on 127.0.0.1 that records the calls of episodes. `close` ends it. Example:
-    endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
+    """A server on 127.0.0.1 that records the calls of episodes. `close` ends it.
+    Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
 
     def __init__(
         self, engine: LiveEngine, tokenizer: Tokenizer, limits: Limits, episodes: OpenEpisodes
