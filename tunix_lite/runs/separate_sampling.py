@@ -42,7 +42,7 @@ def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
 @dataclass
 class SeparateSampling:
     """Samples on a mesh of its own, whatever the current mesh is.
-    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`."""
+    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grade)`."""
 
     mesh: jax.sharding.Mesh
     generate: Sampling
