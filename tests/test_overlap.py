@@ -27,8 +27,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
-from tunix_lite.runs.overlap_rules import groups_to_take
+from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts, groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
@@ -180,12 +179,12 @@ def session_of(overlap, staleness, prompts=3):
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
     sampler = sampler or PartialSampler(of_cfg(make_sampler, cfg))
-    return PartialRollouts(session, session.run, sampler, start or InFlight([], 0))
+    return PartialRollouts(session, sampler, start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0), apart)
+    return OneStepOffPolicy(session, start or InFlight([], 0), apart)
 
 
 def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
@@ -290,7 +289,7 @@ class Talks(Numbers):
 def one_step_of_talks(start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0))
+    return OneStepOffPolicy(session, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):

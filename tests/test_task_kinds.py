@@ -11,7 +11,7 @@ from test_tokenizer import FAMILIES
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.score import held_out_examples
+from tunix_lite.runs.evaluate import held_out_examples
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.chat import like_answer, same_as_answer
@@ -194,7 +194,7 @@ def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp
     with pytest.raises(ConfigError, match="task: reward is missing: give task.reward=module.function"):
         compose([*given, f"task.train={file}"])
     run = compose([*given, "task.reward=tunix_lite.rewards.math.correct"])
-    assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None).examples) == 2
+    assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None)[1]) == 2
     with pytest.raises(ConfigError, match="train is missing: give task.train=FILE"):
         prepare(run, RunDir(tmp_path / "run"))
 

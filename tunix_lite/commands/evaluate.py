@@ -39,10 +39,14 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.report import evaluation
 from tunix_lite.report.statistics import Estimate
-from tunix_lite.runs.evaluate import rollout_sizes
+from tunix_lite.runs.evaluate import (
+    evaluate,
+    held_out_examples,
+    model_scores,
+    rollout_sizes,
+)
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
-from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.progress import StandardError
@@ -219,12 +223,12 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
             models["weights of evaluate.against"] = source.locate(other)
     seen = {}
     for name, model in models.items():
-        held_out = held_out_examples(
+        task, examples = held_out_examples(
             run, model.tokenizer, options.num_examples, options.reference
         )
         if len(hosts()) > 1:
             seen[name] = source.weights_digest(model)
-            seen["data"] = held_out.task.digest(held_out.examples, ("held_out",))
+            seen["data"] = task.digest(examples, ("held_out",))
             seen |= user_code_digests(run)
     return seen
 
@@ -269,9 +273,11 @@ def _score(
     run: RunConfig, options: EvaluateTaskConfig, model: LanguageModel, which: str
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The rows of the completions of a model on the task, and its scores."""
-    held_out = held_out_examples(run, model.tokenizer, options.num_examples, options.reference)
+    task, examples = held_out_examples(
+        run, model.tokenizer, options.num_examples, options.reference
+    )
     name = _task_name(run.task)
-    count = len(held_out.examples)
+    count = len(examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     if is_first():
         program.say(f"{name}, {which}: {count} greedy completions{drawn}")
@@ -281,19 +287,20 @@ def _score(
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (
-        held_out.task.with_workers(
+        task.with_workers(
             run.rewards, progress.line.say, processes, run.conversation
-        ) as task,
+        ) as graded_by,
         progress,
     ):
-        evaluated, scores = model_scores(
+        evaluated = evaluate(
             Policy(generate, None),
+            graded_by,
             model.params,
-            HeldOut(task, held_out.examples),
-            run.seed,
+            examples,
+            jax.random.key(run.seed),
             options.num_samples,
             options.temperature,
-            options.reference,
             progress,
         )
+    scores = model_scores(evaluated, examples, options.reference)
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores
