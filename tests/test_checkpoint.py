@@ -122,6 +122,7 @@ def test_how_many_updates_were_skipped_is_kept(tmp_path):
 
 
 def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):
+    (tmp_path / "my run").mkdir()
     saved(tmp_path / "my run" / "checkpoints", 1)
     assert next_command(tmp_path / "my run") == f"talk to it: tunix-lite generate '{tmp_path}/my run'\n"
 

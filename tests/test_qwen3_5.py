@@ -96,7 +96,7 @@ def mixed(x, w, sequences: attention.AttentionMeta, state: DeltaState | None = N
 
     @jax.jit
     def run(x, w, sequences, state):
-        around = Surroundings(decoder.PLAIN, None, None, sequences=sequences, state=state)
+        around = Surroundings(decoder.Products(), None, None, sequences=sequences, state=state)
         return gated_delta_net.mix(x, w, CFG, around)
 
     return run(jnp.asarray(x, dtype), jax.tree.map(partial(jnp.asarray, dtype=dtype), w), sequences, state)
@@ -149,7 +149,7 @@ def test_packed_sequences_are_what_a_loop_over_the_tokens_of_each_gives(hidden):
 def test_heads_that_forget_at_once_have_finite_gradients(hidden):
     """Over 30 tokens their decay is e^-1000, the inverse of which float32 does not have."""
     w = jax.tree.map(jnp.float32, layer_weights() | {"decay": np.full(8, 4.0)})
-    around = Surroundings(decoder.PLAIN, None, None, sequences=in_rows([40, 24, 30, 10]))
+    around = Surroundings(decoder.Products(), None, None, sequences=in_rows([40, 24, 30, 10]))
 
     def total(w, x):
         return jnp.sum(gated_delta_net.mix(x, w, CFG, around)[0])
@@ -242,7 +242,7 @@ def test_the_gradient_is_the_slope_of_the_loop(is_shared):
     with jax.enable_x64(True):
 
         def loss(x, w):
-            out, _ = gated_delta_net.mix(x, w, CFG, Surroundings(decoder.PLAIN, None, None, sequences=meta))
+            out, _ = gated_delta_net.mix(x, w, CFG, Surroundings(decoder.Products(), None, None, sequences=meta))
             return jnp.sum(jnp.where((meta.segments > 0)[..., None], out, 0) * weight)
 
         value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
