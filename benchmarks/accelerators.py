@@ -36,7 +36,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.planning.programs import lowered
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
@@ -184,7 +184,7 @@ def ask(cell: Cell, devices: list, options: dict) -> str | None:
 
 def options_of(target: str, out: Path) -> dict:
     """Of the compiler: for GPUs, kernels that were compiled for one cell are not compiled for the next."""
-    if find_target(target).hardware.platform == "tpu":
+    if find_machine(target).hardware.platform == "tpu":
         return {}
     return {
         "xla_backend_optimization_level": 0,
@@ -214,9 +214,9 @@ def covering(asked: list[Cell], strength: int) -> list[Cell]:
 def work(target: str, out: Path, only: str, until: float) -> None:
     """Asks about the cells of a target that nobody has asked about yet, until time.monotonic() is `until`."""
     out.mkdir(parents=True, exist_ok=True)
-    file, found = out / f"{target}.jsonl", find_target(target)
+    file, found = out / f"{target}.jsonl", find_machine(target)
     known = {line["cell"] for line in read(file)}
-    words, devices, options = set(only.split()), compile_only_devices(found), options_of(target, out)
+    words, devices, options = set(only.split()), devices_of(found), options_of(target, out)
     refusals = {cell: refusal(cell, found.hardware.platform) for cell in cells(target)}
     asked = [
         *(cell for cell in refusals if refusals[cell]),

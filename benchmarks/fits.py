@@ -38,9 +38,10 @@ FOLDER = Path(__file__).parents[1] / "docs" / "references"
 PAGE, COMPILED = FOLDER / "fits.md", FOLDER / "fits.json"
 HEAD = f"""# What fits where
 
-Peak of a device in GiB on the best mesh, fsdp x tp; **bold** fits. By formula, `tunix-lite plan analytic=true mesh=all`
-for each cell. A star marks what the target's compiler says of all programs of the run; what the formula says follows
-the stroke. A plan without `analytic=true` asks the compiler. `benchmarks/fits.py` writes this page.
+Peak of a device in GiB on the mesh where it is smallest, fsdp x tp; **bold** fits. By formula,
+`tunix-lite plan analytic=true mesh=all` for each cell. A star marks what the target's compiler says of all programs of
+the run; what the formula says follows the stroke. A plan without `analytic=true` asks the compiler.
+`benchmarks/fits.py` writes this page.
 
 64 prompts x 8 generations of 512 + 1024 tokens, one sequence per fsdp shard at a time, `remat=block`, 64 slots (or one
 per fsdp shard), no KL term. All weights: weights and optimizer in bfloat16 (`bf16_params`). LoRA: adapters of rank 16
@@ -52,7 +53,7 @@ on a base in bfloat16.
 
 
 def best(model: str, way: str, target: str) -> Plan | None:
-    """The plan of the best mesh, by formulas; None: no mesh divides model and batch."""
+    """The plan of the mesh with the smallest peak, by formulas; None: no mesh divides model and batch."""
     run = compose([f"model={model}", *WORKLOAD, *WAYS[way]])
     try:
         return make_plans(run, PlanConfig(target=target, mesh="all", analytic=True), []).plans[0]

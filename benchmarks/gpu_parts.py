@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
@@ -33,6 +34,7 @@ from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics.types import Batch, TrainState
+from tunix_lite.commands.plan import recorded_lengths
 from tunix_lite.kernels.decode_attention import fused_attend
 from tunix_lite.kernels.decode_products import FusedProducts
 from tunix_lite.kernels.fused_draw import fused_draw
@@ -40,17 +42,16 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
-from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.models import attention, decoder, rope, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
-from tunix_lite.planning.forecast import forecast, measured, predicted_against
+from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
-from tunix_lite.planning.lengths import recorded_lengths
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.rollout import cache as kv_cache
@@ -333,13 +334,13 @@ def fused_decoding(setting: Setting) -> Iterator[dict]:
         q_BNH, k_BKH, v_BKH = (normal(rows, heads, head) for heads in (6, 2, 2))
         norms = (normal(head).astype(jnp.float32), normal(head).astype(jnp.float32))
         old = kv_cache.KV(normal(rows, 2, columns, head), normal(rows, 2, columns, head))
-        sin, cos = decoder.rope_angles(cfg, newest_B[:, None], "local")
+        sin, cos = rope.rope_angles(cfg, newest_B[:, None], "local")
         angles = (sin[:, 0, 0], cos[:, 0, 0])
 
         @jax.jit
         def by_steps(q_BNH, k_BKH, v_BKH, old, norms=norms, turned=(sin, cos)):
             q_BTNH, k_BTKH = (
-                decoder.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
+                rope.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
             )
             new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
             kv = kv_cache.write_token(old, new, newest_B)
@@ -582,13 +583,16 @@ def whole_step(setting: Setting) -> Iterator[dict]:
     sizes = tiny_sizes() if setting.tiny else sizes_of("gemma3_1b")
     asked = compose([*STEP, *(TINY_STEP if setting.tiny else WHOLE_STEP), *sizes])
     train(asked, folder)
-    took = measured(str(folder))
+    # The first steps compile.
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()][2:]
+    names = ("time/step", "time/rollout", "time/update", "perf/tokens_per_second")
+    took = {name: statistics.median(row[name] for row in rows) for name in names}
     seconds = took["time/step"]
     sequences = asked.training.prompts_per_step * asked.algorithm.num_generations
     length = asked.generation.max_prompt_length + asked.generation.max_new_tokens
     line = {"name": f"step of {sequences} sequences of at most {length} tokens", "seconds": round(seconds, 3)}
     line |= {name.removeprefix("time/"): round(took[name], 3) for name in ("time/rollout", "time/update")}
-    line |= {"tokens/s": round(took.get("perf/tokens_per_second", 0))}
+    line |= {"tokens/s": round(took["perf/tokens_per_second"])}
     yield line | ({} if setting.tiny else {"bound": 14, "ok": seconds <= 14})
 
     # Predicted, by what the hardware does: memory and, phase by phase, time.
@@ -603,15 +607,14 @@ def whole_step(setting: Setting) -> Iterator[dict]:
     resolved = with_packing(asked, partial(resolve_run, cfg=cfg, is_attached=True, **on_one))
     plan = with_compiled(assemble_plan(attached_machine(), resolved, {}), jax.devices()[:1])
     found = forecast(resolved, plan.programs, recorded_lengths(str(folder)), hardware)
-    for row in predicted_against(found, took):
-        if row.measured:
-            line = {"predicted": float(f"{row.predicted:.4g}"), "measured": float(f"{row.measured:.4g}")}
-            ratio = row.predicted / row.measured
-            yield (
-                {"name": f"{row.name}, by the figures of {hardware.name}"}
-                | line
-                | {"predicted / measured": round(ratio, 3)}
-            )
+    phases = {"rollout": found.seconds["prefill"] + found.seconds["decode"], "update": found.seconds["update"]}
+    for name, predicted in (phases | {"step": found.step_seconds}).items():
+        yield {
+            "name": f"{name}, by the figures of {hardware.name}",
+            "predicted": float(f"{predicted:.4g}"),
+            "measured": float(f"{took[f'time/{name}']:.4g}"),
+            "predicted / measured": round(predicted / took[f"time/{name}"], 3),
+        }
 
 
 def sizes_of(option: str) -> list[str]:
@@ -704,7 +707,10 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
         for _ in range(2):  # the first one compiles
             arrivals = [time.perf_counter() for _ in sample(params, asked, jax.random.key(0))]
         seconds = statistics.median(np.diff(arrivals)) / chunk
-        least = flops.decode_bytes(cfg, [prompt + new // 2] * slots) / bandwidth
+        # Every weight once, and of each sequence the keys and values that its next token sees.
+        seen = [min(prompt + new // 2, cfg.window) if kind == "local" else prompt + new // 2 for kind in cfg.kinds]
+        kept = sum(2 * n * math.prod(cfg.kv_shape(kind)) for n, kind in zip(seen, cfg.kinds, strict=True))
+        least = 2 * (weights.num_params(decoder.weights(cfg)) + slots * kept) / bandwidth
         yield {
             "name": name,
             "ms a token": round(1e3 * seconds, 3),

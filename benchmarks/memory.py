@@ -23,7 +23,7 @@ import jax
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
-from tunix_lite.planning.programs import DoesNotFit, lowered, of_executable
+from tunix_lite.planning.programs import DoesNotFit, compiled, lowered
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
 from tunix_lite.settings.resolved_run import find_model
@@ -52,7 +52,7 @@ def measured(target: str, mesh_sizes: list[int] | None, overrides: list[str]) ->
                 raise
             return {"does_not_fit": str(error).splitlines()[0][:300]}
         seconds = time.perf_counter() - began - lowering
-        program = of_executable("update", done, sizes)
+        program = compiled("update", lambda: done, sizes)
     return {
         "mesh": as_text((tuple(sizes.values()), tuple(sizes))),
         "attention": resolved.attention,

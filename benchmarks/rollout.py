@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.models import decoder, families, weights
+from tunix_lite.models import decoder, families, layer_by_layer, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout import cache as kv_cache
@@ -182,7 +182,7 @@ def timed(arm, requests: Requests, compiles: list) -> Took:
 
 def bytes_per_step(cfg: Architecture, dtype, params, slots: int, length: int) -> int:
     """Of all weights and of the slots' whole cache: what a step that keeps nothing on the chip has to read."""
-    per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    per_layer_params = jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params)
     cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
     return kv_cache.tree_bytes(per_layer_params) + kv_cache.tree_bytes(cache)
 

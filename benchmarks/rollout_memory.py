@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import decoder, layer_by_layer, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import RULES, gathered_sharding, make_mesh
 from tunix_lite.rollout import cache as kv_cache
@@ -66,9 +66,9 @@ def target_devices(target: str, target_config: Path | None, count: int) -> list:
 def weight_shapes(dtype):
     """What the engine's make_prepare makes of the weights, as shapes with places."""
     params = weights.shapes(decoder.weights(CFG), dtype)
-    places = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), CFG)
+    places = layer_by_layer.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), CFG)
     return placed(
-        jax.eval_shape(partial(decoder.per_layer_params, cfg=CFG, dtype=dtype), params),
+        jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=CFG, dtype=dtype), params),
         jax.tree.map(gathered_sharding, places),
     )
 

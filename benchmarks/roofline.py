@@ -31,7 +31,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices_of, find_machine, find_target
+from tunix_lite.planning.hardware import Hardware, devices_of, find_machine
 from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
@@ -257,7 +257,7 @@ def check(targets: list[str], models: list[str], overrides: list[str]) -> None:
         compose([*WORKLOAD, f"model={model}", *overrides])
     for target in targets:
         try:
-            compile_only_devices(find_target(target))
+            devices_of(find_machine(target))
         except ValueError as error:
             raise ConfigError(f"--targets {target}: {error}") from error
 

@@ -4,7 +4,7 @@
 
 A folder in benchmarks/results/ holds the files of the same races on another machine.
 
-tests/test_peers.py compares the file with what this makes, so neither can change alone.
+tests/test_benchmarks.py compares the file with what this makes, so neither can change alone.
 """
 
 import json

@@ -63,7 +63,7 @@ from tunix_lite.rewards import (
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings import config
 from tunix_lite.settings.compose import compose, conf_dir
-from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
+from tunix_lite.tasks import files, gsm8k, preferences, sources, task
 from tunix_lite.tasks.puzzles import countdown, last_word
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
@@ -115,7 +115,6 @@ GROUPS = (
     Group("Right by: exact answer", "task.correct.", answers.ExactAnswer, None),
     Group("Reward: ROUGE-L", "task.rewards.<name>.fn.", similarity.RougeL, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
-    Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),

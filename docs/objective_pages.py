@@ -3,7 +3,7 @@
     python docs/objective_pages.py
 
 Formulas and settings are read from the code that has them. What is written by hand stands
-in WORDS. tests/test_objective_pages.py compares the page with what this makes, so neither can
+in WORDS. tests/test_written_pages.py compares the page with what this makes, so neither can
 change alone.
 """
 

@@ -3,11 +3,9 @@
 import gc
 import importlib.util
 import os
-import pickle
 import signal
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
@@ -30,16 +28,15 @@ os.environ["XLA_FLAGS"] = " ".join(
         ),
     ]
 )
+import composed_once  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from jax.experimental.compilation_cache import compilation_cache
-from omegaconf import omegaconf
 
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models import attention, decoder, layer_by_layer, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -54,27 +51,12 @@ EOS = (1, 3)
 USES_DISK = jax.config.jax_enable_compilation_cache
 
 
-def load_yaml(file, Loader):
-    """A file of conf/ is parsed once: composing settings is mostly that, and the suite does it a thousand times."""
-    if isinstance(file, str):
-        return yaml.load(file, Loader=Loader)
-    text = file.read()
-    if text not in PARSED:
-        file.seek(0)  # so that an error names the file
-        PARSED[text] = pickle.dumps(yaml.load(file, Loader=Loader))
-    return pickle.loads(PARSED[text])
-
-
 def pytest_collection_finish():
     """Modules and tests stay until the end, so the garbage collector need not walk through them again and again. With
     the usual bound of 700 new objects it takes a seventh of the suite."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
-
-
-PARSED: dict[str, bytes] = {}
-omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
 def set_mesh(fsdp: int, tp: int):
@@ -151,8 +133,8 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: bool) -> tuple:
-    """(tokens, log-probabilities, those under the full distribution) of three decode steps of slots that hold random
+def decode_random(cfg: Architecture, **how: bool) -> tuple:
+    """(tokens, log-probabilities, those under the full distribution) of three decode steps of four slots that hold random
     hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
     rng = np.random.default_rng(0)
 
@@ -161,20 +143,22 @@ def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: b
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
-    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
+    spec = SamplerSpec(
+        cfg, GenerationConfig(4, 8), (last,), 0, jnp.float32, 3, interpret=how.get("fused", False), **how
+    )
     programs = Programs(spec)
-    empty = programs.make_slots(slots)
+    empty = programs.make_slots(4)
 
     def at_home(x, like: jax.Array) -> jax.Array:
         return jax.device_put(x, like.sharding)
 
     filled = empty.replace(
-        hidden=at_home(jnp.asarray(normal(empty.hidden, 1.0), dtype), empty.hidden),
-        keys=at_home(jax.random.split(jax.random.key(3), slots), empty.keys),
-        limits=at_home(np.full(slots, 9, np.int32), empty.limits),
-        running=at_home(np.full(slots, True), empty.running),
+        hidden=at_home(normal(empty.hidden, 1.0), empty.hidden),
+        keys=at_home(jax.random.split(jax.random.key(3), 4), empty.keys),
+        limits=at_home(np.full(4, 9, np.int32), empty.limits),
+        running=at_home(np.full(4, True), empty.running),
     )
-    _, chunk = programs.decode(filled, decoder.per_layer_params(params, cfg, dtype), np.float32(0.8))
+    _, chunk = programs.decode(filled, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
     return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs))
 
 

@@ -1,6 +1,5 @@
-"""Reward functions that fail, each where its completion says so. A worker imports this, so it imports little."""
+"""Reward functions that fail where their completion says so, or return more than a number. Workers import this."""
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -9,33 +8,26 @@ import threading
 import time
 from functools import partial
 
+from tunix_lite.rewards.scores import Score, no_answer
+
 FORKS = ("fork return", "fork raise", "fork exit", "fork exec")  # whose child comes back
 
 FAILS = {
     "raise": lambda: {}["missing"],
     "deep": lambda: (lambda f: f(f))(lambda f: f(f)),
     "memory": lambda: bytearray(1 << 60),
-    "exit": lambda: sys.exit(3),
     "loop": lambda: spin(),
     "sleep": lambda: time.sleep(3600),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "null": lambda: ctypes.string_at(0),
     "leave": lambda: os._exit(3),
-    "interrupt": lambda: interrupt(),
     "no pipes": lambda: (os.closerange(3, 256), time.sleep(3600)),
-    "text": lambda: "0.5",
     "none": lambda: None,
     "nan": lambda: float("nan"),
-    "inf": lambda: float("-inf"),
     "large": lambda: -1e308,
-    "huge": lambda: 10**400,
-    "complex": lambda: 1j,
     "several": lambda: numpy().array([1.0, 2.0]),
     "numpy": lambda: numpy().float32(0.5),
     "true": lambda: True,
-    "numpy true": lambda: numpy().bool_(True),
-    "int": lambda: 2,
     "print": lambda: print("x" * 1_000_000) or 1.0,
     "thread": lambda: threading.Thread(target=spin, daemon=True).start() or 1.0,
     "stubborn thread": lambda: threading.Thread(target=time.sleep, args=(3600,)).start() or 1.0,
@@ -44,7 +36,6 @@ FAILS = {
     "fork raise": lambda: forked(lambda: {}["missing"]),
     "fork exit": lambda: forked(lambda: sys.exit(3)),
     "fork exec": lambda: forked(lambda: os.execvp("no-such-program", ["no-such-program"])),
-    "fork well": lambda: forked(lambda: os._exit(0)),
     "fork and run": lambda: forked(lambda: os.execvp("true", ["true"])),
     "fork and stay": lambda: forked(lambda: time.sleep(3600)),
     "surrogate": lambda: surrogate(),
@@ -54,10 +45,10 @@ FAILS = {
     "impostor": lambda: impostor(),
 }
 KINDS = {  # what becomes of them; of the others there is nothing to say
-    "error": ("raise", "deep", "memory", "exit", "surrogate"),
+    "error": ("raise", "deep", "memory", "surrogate"),
     "timeout": ("loop", "sleep", "stop"),
-    "crash": ("segfault", "null", "leave", "interrupt", "no pipes", "pipe", "impostor"),
-    "not_number": ("text", "none", "nan", "inf", "large", "huge", "complex", "several", "digits", "unspeakable"),
+    "crash": ("segfault", "leave", "no pipes", "pipe", "impostor"),
+    "not_number": ("none", "nan", "large", "several", "digits", "unspeakable"),
 }
 
 
@@ -71,10 +62,6 @@ def numpy():
 def spin():
     while True:
         pass
-
-
-def interrupt():
-    raise KeyboardInterrupt
 
 
 def forked(child) -> float:
@@ -133,8 +120,8 @@ def now_and_then(completion: str, example: dict) -> float:
     return FAILS[("raise", "nan", "segfault")[dice]]() if dice < 3 else -float(len(completion))
 
 
-def length(completion: str, example: dict, times: float = 1.0) -> float:
-    return times * len(completion)
+def length(completion: str, example: dict) -> float:
+    return float(len(completion))
 
 
 def shown(completion: str) -> str:
@@ -180,16 +167,6 @@ def slowly(completion: str, example: dict) -> float:
 nameless, bound_nameless = (lambda completion, example: 1.0), partial(lambda completion, example: 1.0)
 
 
-class Locked:
-    """An instance that cannot be pickled."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __call__(self, completion, example):
-        return 1.0
-
-
 def ranked(completions: list[str], example: dict) -> list[float]:
     """Of a group: 0 for the shortest, 1 for the longest, evenly between; or it fails as its example says."""
     if example.get("fails") == "loop":
@@ -198,3 +175,29 @@ def ranked(completions: list[str], example: dict) -> list[float]:
     order = sorted(completions, key=len)
     ranks = [order.index(completion) / max(len(order) - 1, 1) for completion in completions]
     return ranks[1:] if example.get("fails") == "count" else ranks
+
+
+# ---- more than plain numbers
+
+
+def of_text(completion: str, example: dict):
+    """`none`, `no answer`, `stopped`, or a number."""
+    if completion == "none":
+        return None
+    if completion == "no answer":
+        return no_answer("it holds no number")
+    if completion == "stopped":
+        return Score(0.25, "stopped", "its code took more than `seconds`")
+    return float(completion)
+
+
+def of_group(completions: list[str], example: dict) -> list:
+    return [of_text(completion, example) for completion in completions]
+
+
+def one(completion: str, example: dict) -> float:
+    return 1.0
+
+
+def as_it_is(completion: str) -> str:
+    return completion

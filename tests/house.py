@@ -22,7 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FUNCTION = 100  # lines
-LONG_LINE = 100  # columns
 SAME_EVERYWHERE = {"main"}  # public names that may have many homes: each program has one
 
 # where a program begins; commands are imported by their names, and conf/ names classes and functions
@@ -153,18 +152,6 @@ def own_line_comments(sources: Iterable[Source]) -> tuple[int, int]:
     sources = list(sources)
     comments = sum(len(source.own_line_comments) for source in sources)
     return comments, sum(1 for source in sources for line in source.lines if line.strip())
-
-
-def long_lines(sources: Iterable[Source], limit: int = LONG_LINE) -> tuple[list[str], int]:
-    """Lines of code, not of docstrings and comments, that are wider than `limit` columns; and all lines of code."""
-    sources = list(sources)
-    places = [
-        f"{source.path}:{line}"
-        for source in sources
-        for line in sorted(source.code_lines)
-        if len(source.lines[line - 1]) > limit
-    ]
-    return places, sum(len(source.code_lines) for source in sources)
 
 
 # ---- names and types

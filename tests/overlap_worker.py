@@ -4,7 +4,6 @@ of single turns, and of conversations.
 As a script, it is one of the processes that `processes.run_together` starts.
 """
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -67,22 +66,18 @@ def session_of(rollout, task):
 
 def draw() -> dict:
     """Tokens, versions, log-probabilities and examples of three updates on [[2,2]], of carry and of one_step."""
-    found = {}
+    arguments = CFG, GENERATION, (1, 2, 3), 0
     with jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")))):
-        for overlap, staleness in (("carry", 2), ("one_step", 1)):
-            rollout = RolloutConfig(4, 3, overlap=overlap, max_staleness=staleness)
-            session = session_of(rollout, Numbers())
-            arguments = CFG, GENERATION, (1, 2, 3), 0
-            if overlap == "carry":
-                sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
-                kept = PartialRollouts(session, session.run, sampler, InFlight([], 0))
-                policy = Policy(None, None)
-            else:
-                kept = OneStepOffPolicy(session, session.run, InFlight([], 0))
-                policy = Policy(make_generate(*arguments, rollout=rollout), None)
-            found[overlap] = updates(kept, policy, Numbers(), CFG)
-        found["conversations"] = conversations()
-    return found
+        rollout = RolloutConfig(4, 3, overlap="carry", max_staleness=2)
+        session = session_of(rollout, Numbers())
+        sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
+        carried = PartialRollouts(session, sampler, InFlight([], 0))
+        found = {"carry": updates(carried, Policy(None, None), Numbers(), CFG)}
+        rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
+        session = session_of(rollout, Numbers())
+        ahead = OneStepOffPolicy(session, InFlight([], 0))
+        policy = Policy(make_generate(*arguments, rollout=rollout), None)
+        return found | {"one_step": updates(ahead, policy, Numbers(), CFG), "conversations": conversations()}
 
 
 def conversations() -> dict:
@@ -92,21 +87,15 @@ def conversations() -> dict:
     rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
     generation = GenerationConfig(32, 60)
     policy = Policy(make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout), None)
-    with talking_task(tokenizer) as task:
-        session = session_of(rollout, task)
-        found = updates(OneStepOffPolicy(session, session.run, InFlight([], 0)), policy, task, cfg)
-    assert max(turn for rows in found["turns"] for row in rows for turn in row) > 1
-    return found
-
-
-@contextmanager
-def talking_task(tokenizer):
     everyone = Processes(jax.process_index(), jax.process_count(), allgather_values)
     config = TaskConfig(Arithmetic(), "What is {question}?", {}, environment=Counts())
     settings = ConversationConfig(max_turns=3, max_turn_tokens=6, workers=0)
-    task = Task(config, tokenizer, 32, 60)
-    with task.with_workers(RewardsConfig(workers=0), print, everyone, settings) as opened:
-        yield opened
+    whole = Task(config, tokenizer, 32, 60)
+    with whole.with_workers(RewardsConfig(workers=0), print, everyone, settings) as task:
+        session = session_of(rollout, task)
+        found = updates(OneStepOffPolicy(session, InFlight([], 0)), policy, task, cfg)
+    assert max(turn for rows in found["turns"] for row in rows for turn in row) > 1
+    return found
 
 
 def updates(kept, policy, task, cfg) -> dict:

@@ -6,8 +6,8 @@
 
 Record before a change that must change nothing, record after it, and compare. Each run is a process of its own, started
 as a user starts it: `run_training.py` or the launcher. The script imports nothing of the package, so that modules may
-move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, a
-SHA-256 digest over the arrays of the last checkpoint, the names of the files in its folder, and digests of its samples.
+move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, and
+SHA-256 digests of the arrays of the last checkpoint and of the files of samples.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -84,15 +83,18 @@ RUNS = {
     "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
     "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
+    "killed_carry": Run((*BASE, "rollout.overlap=carry", MESH_2X2), kill=True),
+    "killed_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2), kill=True),
+    "overlap_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2)),
     "two_processes": Run((*BASE, MESH_2X2), processes=2),
 }
-TWINS = [("killed_and_resumed", "grpo_2x2")]  # runs that must end with the same metrics and the same checkpoint
+# Runs that must end with the same metrics and the same checkpoint.
+TWINS = [("killed_and_resumed", "grpo_2x2"), ("killed_carry", "overlap_carry"), ("killed_one_step", "overlap_one_step")]
 
+FLAGS = "--xla_backend_optimization_level=0"  # compiling takes most of the time
+if version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
-FILE_NAMES = [  # parts of file names that are another one each time
-    (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
-    (r"/d/[0-9a-f]{32}$", "/d/<hash>"),  # orbax
-]
 READING = threading.Lock()  # orbax reads one checkpoint at a time
 
 
@@ -120,18 +122,12 @@ def last_logged_step(folder: Path) -> int:
 def environment(devices: int) -> dict[str, str]:
     """Of every process: nothing of the caller's settings of JAX, XLA or a cluster, and no compilation cache."""
     ours = ("JAX_", "XLA_", "TUNIX_LITE_", "SLURM_", "PYTHON", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "RECORDED_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | fixed_environment() | {"JAX_NUM_CPU_DEVICES": str(devices)}
-
-
-def fixed_environment() -> dict[str, str]:
-    flags = ["--xla_backend_optimization_level=0"]  # compiling takes most of the time
-    if version("jaxlib").startswith("0.10."):
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return {
+    others = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return others | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": " ".join(flags),
+        "XLA_FLAGS": FLAGS,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONHASHSEED": "0",
         "COLUMNS": "120",
@@ -139,18 +135,14 @@ def fixed_environment() -> dict[str, str]:
     }
 
 
-def command(settings: tuple[str, ...], processes: int, folder: Path) -> list[str]:
-    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "run_training.py"), *settings, f"hydra.run.dir={folder}"]
-
-
-def started(settings: tuple[str, ...], processes: int, folder: Path, **variables: str) -> subprocess.Popen:
+def started(run: Run, folder: Path, **variables: str) -> subprocess.Popen:
     """A run in `folder`. What it prints is added to FOLDER.out and FOLDER.err."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "tunix_lite.launch", f"--nprocs={run.processes}"] if run.processes > 1 else []
     with open(f"{folder}.out", "ab") as out, open(f"{folder}.err", "ab") as err:
         return subprocess.Popen(
-            command(settings, processes, folder),
-            env=environment(DEVICES // processes) | variables,
+            [sys.executable, *launcher, str(ROOT / "run_training.py"), *run.settings, f"hydra.run.dir={folder}"],
+            env=environment(DEVICES // run.processes) | variables,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -159,40 +151,34 @@ def started(settings: tuple[str, ...], processes: int, folder: Path, **variables
         )
 
 
-def ended(process: subprocess.Popen) -> int:
-    """The exit code. A run that takes longer than LIMIT is killed, with what it started, and raises TimeoutExpired."""
-    try:
-        return process.wait(timeout=LIMIT)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-
-
-def killed(process: subprocess.Popen, folder: Path) -> int:
-    """The exit code of a run that is killed where `held` holds it, when its checkpoint is on disk."""
-    deadline = time.monotonic() + LIMIT
+def is_held(folder: Path) -> bool:
+    """Whether a run waits in `held`, and its checkpoint is on disk."""
     checkpoint = folder / "checkpoints" / str(SAVED_BEFORE_KILL)
-    while last_logged_step(folder) < DONE_BEFORE_KILL or not checkpoint.is_dir():
-        if process.poll() is not None:
-            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
+    return last_logged_step(folder) >= DONE_BEFORE_KILL and checkpoint.is_dir()
+
+
+def ended(process: subprocess.Popen, is_enough=lambda: False) -> int:
+    """The exit code of a run, which is killed once `is_enough()`, or after LIMIT, which raises TimeoutError."""
+    deadline = time.monotonic() + LIMIT
+    while process.poll() is None and not is_enough():
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"the run in {folder} made no {DONE_BEFORE_KILL} steps in {LIMIT} seconds")
+            raise TimeoutError(f"it takes more than {LIMIT} seconds: {process.args}")
         time.sleep(0.05)
-    time.sleep(1)  # until the main thread, too, waits for the reward
-    os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:
+        time.sleep(1)  # until the main thread, too, waits for the reward
+        os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
-def run_all(run: Run, folder: Path) -> list[int]:
+def run_all(run: Run, folder: Path) -> dict[str, int]:
     """The exit codes of the processes that were started, one after the other, for this run."""
-    codes = []
+    codes = {}
     if run.kill:
-        first = started(run.settings, run.processes, folder, **{HELD_FOLDER: str(folder)})
-        codes.append(killed(first, folder))
-    codes.append(ended(started(run.settings, run.processes, folder)))
-    return codes
+        codes["killed"] = ended(started(run, folder, **{HELD_FOLDER: str(folder)}), lambda: is_held(folder))
+        if codes["killed"] != -signal.SIGKILL:
+            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
+    return codes | {"last": ended(started(run, folder))}
 
 
 # ---- reading what a run left
@@ -205,118 +191,73 @@ def metrics_of(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith(ON_THE_CLOCK)} for row in rows]
 
 
-def checkpoint_of(folder: Path) -> dict | None:
-    """Of the last checkpoint: its step, the number of its arrays, and a digest of each part of the state."""
-    steps = [path for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
-    if not steps:
-        return None
-    last = max(steps, key=lambda path: int(path.name))
-    with READING:
-        arrays = read_arrays(last / "default")
-    parts = {}
-    for name in arrays:
-        part = re.match(r"\W*(\w+)", name)[1]
-        parts.setdefault(part, []).append(name)
-    digests = {part: digest_of({name: arrays[name] for name in names}) for part, names in sorted(parts.items())}
-    return {"step": int(last.name), "arrays": len(arrays), "sha256": digests}
-
-
-def read_arrays(checkpoint: Path) -> dict:
-    """{path: array} of what orbax wrote there, whatever mesh it was on."""
+def checkpoint_of(folder: Path) -> dict:
+    """Of the last checkpoint: its step, and a digest of each array that orbax wrote there, whatever mesh it was on."""
     os.environ.update(JAX_PLATFORMS="cpu")
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
 
+    steps = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        return {}
+    place = folder / "checkpoints" / str(max(steps)) / "default"
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax looks here for a file of the folder above, and says so
-    reader = ocp.PyTreeCheckpointer()
-    shapes = reader.metadata(checkpoint).item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-    state = reader.restore(checkpoint, restore_args=as_numpy)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def digest_of(arrays: dict) -> str:
-    """SHA-256 over names, types, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = arrays[name]
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def files_of(folder: Path) -> list[str]:
-    """The names of all files, each once, without those parts that are another one each time."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    for pattern, shown in FILE_NAMES:
-        names = [re.sub(pattern, shown, name) for name in names]
-    return sorted(set(names))
+    with READING:
+        reader = ocp.PyTreeCheckpointer()
+        shapes = reader.metadata(place).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        state = reader.restore(place, restore_args=as_numpy)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    digests = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    return {"step": max(steps)} | {name: f"{x.dtype} {x.shape} {digests[name]}" for name, x in arrays.items()}
 
 
 def recorded(run: Run, folder: Path) -> dict:
     """Makes the run and says what it left."""
     codes = run_all(run, folder)
-    samples = sorted(folder.glob("samples/*"))
-    return {
-        "exit_codes": codes,
-        "metrics": metrics_of(folder),
-        "checkpoint": checkpoint_of(folder),
-        "files": files_of(folder),
-        "samples": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in samples},
-    }
+    samples = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("samples/*"))}
+    checkpoint = checkpoint_of(folder)
+    return {"exit_codes": codes, "metrics": metrics_of(folder), "checkpoint": checkpoint, "samples": samples}
 
 
 # ---- comparing
 
 
 def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
-    """Compared as text: a NaN equals a NaN, and the order of the keys counts."""
+    """Compared as text: a NaN equals a NaN."""
     if len(one) != len(other):
         yield f"metrics: {len(one)} lines, now {len(other)}"
     for before, after in zip(one, other, strict=False):
-        if json.dumps(before) == json.dumps(after):
-            continue
-        differing = [key for key in before | after if json.dumps(before.get(key)) != json.dumps(after.get(key))]
-        for key in differing:
-            yield f"metrics of step {before['step']}: {key} {before.get(key)}, now {after.get(key)}"
-        if not differing:
-            yield f"metrics of step {before['step']}: the keys are in another order"
+        for key in before | after:
+            if json.dumps(before.get(key)) != json.dumps(after.get(key)):
+                yield f"metrics of step {before['step']}: {key} {before.get(key)}, now {after.get(key)}"
 
 
-def differences(one: dict, other: dict) -> list[str]:
+def differences(one: dict, other: dict, parts: tuple[str, ...] = ("exit_codes", "checkpoint", "samples")) -> list[str]:
     """What differs between two records of one run."""
-    named = [name for name in ("exit_codes", "checkpoint", "files", "samples") if one[name] != other[name]]
-    return [f"{name}: {one[name]}, now {other[name]}" for name in named] + [
-        *different_metrics(one["metrics"], other["metrics"])
+    lines = [
+        f"{part}: {key} {one[part].get(key)}, now {other[part].get(key)}"
+        for part in parts
+        for key in one[part] | other[part]
+        if one[part].get(key) != other[part].get(key)
     ]
+    return [*lines, *different_metrics(one["metrics"], other["metrics"])]
 
 
 def broken_claims(runs: dict[str, dict]) -> list[str]:
     """What is wrong with a recording by itself: a run that failed, or one that is not like its twin."""
-    broken = [f"{name}: exit code {run['exit_codes'][-1]}" for name, run in runs.items() if run["exit_codes"][-1]]
+    broken = [
+        f"{name}: exit code {run['exit_codes']['last']}" for name, run in runs.items() if run["exit_codes"]["last"]
+    ]
     for one, other in TWINS:
         if one in runs and other in runs:
-            broken += [f"{one} is not as {other}: {line}" for line in different_results(runs[one], runs[other])]
+            lines = differences(runs[other], runs[one], ("checkpoint",))
+            broken += [f"{one} is not as {other}: {line}" for line in lines]
     return broken
 
 
-def different_results(one: dict, other: dict) -> Iterator[str]:
-    yield from different_metrics(other["metrics"], one["metrics"])
-    if one["checkpoint"] != other["checkpoint"]:
-        yield "the last checkpoint"
-
-
 # ---- the program
-
-
-def timed(name: str, folder: Path) -> dict:
-    """The record of a run. Prints how long it took."""
-    began = time.monotonic()
-    run = recorded(RUNS[name], folder)
-    print(f"{name}: exit codes {run['exit_codes']}, {time.monotonic() - began:.0f} s", flush=True)
-    return run
 
 
 def record(out: Path, only: list[str], jobs: int) -> int:
@@ -324,13 +265,13 @@ def record(out: Path, only: list[str], jobs: int) -> int:
     names = only or list(RUNS)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         place = Path(temporary).resolve()
-        runs = dict(zip(names, pool.map(lambda name: timed(name, place / name / "run"), names), strict=True))
+        records = pool.map(lambda name: recorded(RUNS[name], place / name / "run"), names)
+        runs = dict(zip(names, records, strict=True))
     made_with = {name: version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")}
-    made_with |= {"python": platform.python_version(), "XLA_FLAGS": fixed_environment()["XLA_FLAGS"]}
+    made_with |= {"python": platform.python_version(), "XLA_FLAGS": FLAGS}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    out.write_text(
-        json.dumps({"commit": commit, "made_with": made_with, "runs": runs}, indent=1, ensure_ascii=False) + "\n"
-    )
+    found = {"commit": commit, "made_with": made_with, "runs": runs}
+    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     broken = broken_claims(runs)
     print("\n".join([*broken, f"{len(runs)} runs are recorded in {out}"]))
     return 1 if broken else 0

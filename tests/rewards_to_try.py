@@ -1,4 +1,4 @@
-"""Rewards that tests/test_try_rewards.py calls before a run. A worker imports this, so it imports little."""
+"""Rewards that tests/test_reward_docs.py calls before a run. A worker imports this, so it imports little."""
 
 import os
 from dataclasses import dataclass

@@ -18,21 +18,16 @@ from test_trainer import ONE, TINY
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, train_agent
-from tunix_lite.learner.packing import RowShape
-from tunix_lite.learner.rows import RowLayout
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.runs.agents.batch import EpisodeGroups, settings_for_agents
 from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
-from tunix_lite.runs.agents.experience import Endpoint, rewards_of
+from tunix_lite.runs.agents.experience import Endpoint
 from tunix_lite.runs.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[1]
-
-
-# ---- calls become sequences
 
 
 def sequences(*sampled: tuple) -> list[TokenSequence]:
@@ -88,12 +83,8 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
     assert earlier[0].is_start_of(found)
     assert tokenizer.decode(found, False) == tokenizer.decode(prompt, False)
     # Another text is left as it is: the agent changed what was said.
-    more[1] = {"role": "assistant", "content": "Then"}
-    other = tokenizer.prompt(more)
+    other = tokenizer.prompt([*asked, {"role": "assistant", "content": "Then"}, more[2]])
     assert with_tokens_as_sampled(other, earlier, tokenizer) == other
-
-
-# ---- groups
 
 
 def groups_of(rewards: list, sequences_of: list[list[TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
@@ -127,42 +118,27 @@ def test_rows_of_episodes_by_hand():
     # Each sequence the same, however long: 1 / (4 sequences * tokens).
     weight = groups.batch(GRPO(weighting=per_sequence)).loss_weight
     np.testing.assert_allclose(weight.sum(axis=1), [1 / 4] * 4, rtol=1e-5)
-
-
-def test_groups_that_agree_can_be_left_out():
-    made = [[sequence(4, 3)] for _ in range(4)]
-    groups = groups_of([1.0, 1.0, 0.0, 1.0], made)
-    batch = groups.batch(GRPO(agreeing_groups="drop"))
-    assert batch.loss_weight.any(axis=1).tolist() == [True, True]
-    # Where nothing is left, an update is made of which nothing counts.
-    agree = groups_of([1.0, 1.0, 0.0, 0.0], made)
+    # A group that agrees can be left out; where nothing is left, an update is made of which nothing counts.
+    agree = groups_of([1.0, 1.0, 0.0, 0.0], [[sequence(4, 3)]] * 4)
     batch = agree.batch(GRPO(agreeing_groups="drop"))
     assert len(batch.tokens) == 1 and not batch.loss_weight.any() and not batch.token_mask.any()
-    laid_out, _ = RowLayout("sequences", 2, None, RowShape(8), 1).lay_out(batch)
-    assert not laid_out.is_scored.any() and int(laid_out.num_parts) == 1
 
 
-@pytest.mark.parametrize(
-    "on_error, mean", [("zero", 0.5), ("drop", 2 / 3), ("raise", "an agent failed .error.: it broke")]
-)
-def test_a_failed_episode_counts_as_on_error_says(on_error, mean):
-    groups = groups_of([1.0, 0.0, None, 1.0], [[sequence(4, 3)] for _ in range(4)], on_error)
-    if on_error == "raise":
-        with pytest.raises(RunFailed, match=mean):
-            _ = groups.metrics
-        return
-    assert groups.metrics["reward/mean"] == pytest.approx(mean)
-    assert groups.metrics["episodes/errors"] == 1
-    assert groups.kept_PG.all() == (on_error == "zero")
+def test_a_failed_episode_counts_as_on_error_says():
+    made = [[sequence(4, 3)] for _ in range(4)]
+    for on_error, mean in (("zero", 0.5), ("drop", 2 / 3)):
+        groups = groups_of([1.0, 0.0, None, 1.0], made, on_error)
+        assert groups.metrics["reward/mean"] == pytest.approx(mean) and groups.metrics["episodes/errors"] == 1
+        assert groups.kept_PG.all() == (on_error == "zero")
+    with pytest.raises(RunFailed, match="an agent failed .error.: it broke"):
+        _ = groups_of([1.0, 0.0, None, 1.0], made, "raise").metrics
 
 
 @pytest.mark.parametrize(
     "setting, message",
     [
         ("algorithm=dpo", "agents learn by GRPO"),
-        ("algorithm.mask_truncated=true", "mask_truncated=true"),
         ("generation.temperature=0", "all episodes of a group would be the same"),
-        ("rollout.overlap=carry", "rollout.overlap=carry: agents do not follow it"),
         ("task=guessing", "task.environment: agents do not follow it"),
     ],
 )
@@ -238,12 +214,6 @@ def test_streams_and_texts_are_recorded_too(work, tokenizer):
     assert [one.num_calls for one in found.episodes[0].sequences] == [1, 1, 2]
 
 
-def test_a_text_is_graded_by_the_task(work):
-    reward = rewards_of(compose(["task=arithmetic"]).task)
-    found = work(lambda client, example: say_hi(client), reward=lambda text, example: reward(text, {"answer": "7"}))
-    assert found.ended[0].reward == 1.0
-
-
 def test_the_key_may_name_the_episode(work):
     """For agents that set a key and not a path."""
     import openai
@@ -278,12 +248,8 @@ def test_failures_are_named_and_harm_no_other_episode(work):
             except Exception as error:
                 after.append(getattr(error, "status_code", error))
             late.set()
-        if number == 2:
-            return {"reward": 1}
-        if number == 3:
-            return None
-        if number == 4:
-            return "a text"
+        if number < 5:
+            return {2: {"reward": 1}, 3: None, 4: "a text"}.get(number)
         say_hi(client)
         return True
 
@@ -373,7 +339,7 @@ def learned(tmp_path_factory):
     return SimpleNamespace(folder=folder, batches=batches, state=state)
 
 
-def test_a_step_learns_from_the_tokens_as_they_were_sampled(learned):
+def test_a_step_learns_from_the_tokens_as_they_were_sampled_and_its_run_has_all_that_a_run_has(learned):
     rows = rows_of(learned.folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and int(learned.state.step) == 3
     for batch, row in zip(learned.batches, rows[1:], strict=True):
@@ -385,9 +351,6 @@ def test_a_step_learns_from_the_tokens_as_they_were_sampled(learned):
         assert row["episodes/calls"] == 2 and row["train/grad_norm"] > 0
     tokens = [batch.tokens[0][batch.token_mask[0]].tolist() for batch in learned.batches]
     assert tokens[0] != tokens[1] != tokens[2]
-
-
-def test_a_run_of_an_agent_has_all_that_a_run_has(learned):
     folder = learned.folder
     assert {"checkpoints", "metrics.jsonl", "plan.json", "samples", "status.json"} <= {p.name for p in folder.iterdir()}
     status = json.loads((folder / "status.json").read_text())
@@ -411,21 +374,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(learned, tmp_path)
     # Calls that come at the same time are computed together, so that the last digit depends on the clock.
     for row, wanted in zip(rows_of(folder), rows_of(learned.folder), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-
-
-def test_an_agent_that_breaks_its_conversations_gets_more_rows(tmp_path):
-    """Three calls that have nothing in common: twelve sequences of four episodes."""
-
-    def agent(client, example):
-        for word in ("one", "two", "three"):
-            message = [{"role": "user", "content": f"{word} {example['question']}"}]
-            client.chat.completions.create(model="any", messages=message)
-        return float(len(example["question"]) % 2)
-
-    settings = [*SMALL, "evaluation.num_examples=0", "training.max_steps=1"]
-    train_agent(agent, *settings, folder=tmp_path / "run")
-    [row] = rows_of(tmp_path / "run")
-    assert row["episodes/sequences"] == 3 and row["train/sampler_gap_max"] < 1e-4
 
 
 @pytest.mark.wide

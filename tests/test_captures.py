@@ -13,7 +13,7 @@ OTHERS = {
     "README.md": (1, "test_docs.py compares the lines with those of `tunix-lite plan`"),
     "docs/advanced/distributed_training.md": (2, "an identity, and arithmetic that test_docs.py computes"),
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
-    "docs/guide/a_step.md": (2, "test_a_step.py compares the page with docs/a_step.py"),
+    "docs/guide/a_step.md": (2, "test_written_pages.py compares the page with docs/a_step.py"),
     "docs/guide/coming_from.md": (12, "commands of other projects, and tables that test_hints.py compares"),
     "docs/guide/export.md": (5, "commands of vLLM, llama.cpp and Ollama"),
     "docs/guide/generate.md": (1, "a file of prompts"),

@@ -87,18 +87,17 @@ def test_divergences_of_four_tokens_by_hand():
     assert -value_and_gradient(entropy, near)[0] == pytest.approx(np.log(total) + (np.exp(-1) + 2 * np.exp(-2)) / total)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_reference_is_finite_and_moves_with_its_log_probabilities(name):
-    """Its gradient foretells what a small step does, but where a stop gradient is part of the formula."""
-    variant, moves = VARIANTS[name], False
-    for fixture in FIXTURES.values():
-        if variant.binary and not fixture.is_binary:
-            continue
-        value, gradient = value_and_gradient(variant.loss, fixture)
-        assert np.isfinite(value) and np.isfinite(gradient).all(), fixture.name
-        assert not gradient[~fixture.counted].any()
-        moves |= bool(gradient.any())
-    assert moves
+def test_every_reference_is_finite_and_moves_with_its_log_probabilities():
+    for name, variant in VARIANTS.items():
+        moves = False
+        for fixture in FIXTURES.values():
+            if variant.binary and not fixture.is_binary:
+                continue
+            value, gradient = value_and_gradient(variant.loss, fixture)
+            assert np.isfinite(value) and np.isfinite(gradient).all(), (name, fixture.name)
+            assert not gradient[~fixture.counted].any(), (name, fixture.name)
+            moves |= bool(gradient.any())
+        assert moves, name
 
 
 # ---- ours
@@ -115,14 +114,7 @@ LAYOUTS = {
     "sequences_tp": (2, 2, RowLayout("sequences", 2, shape=RowShape(40), rows_per_part=4), 2),
     "prefix_parts": (1, 1, RowLayout("prefix", 4, shape=RowShape(8, 3, 1), rows_per_part=8), 4),
 }
-IN_ROWS = [
-    "grpo@verl",
-    "gspo@paper",
-    "gmpo@paper",
-    "tis_token@verl",
-    "kl_k3_exact@paper",
-    "dpo@paper",
-]
+IN_ROWS = ["grpo@verl", "gspo@paper", "tis_token@verl", "dpo@paper"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.kernels.decode_attention import fused_attend
-from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models import attention, decoder, layer_by_layer, rope, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout import cache as kv_cache
@@ -51,7 +51,7 @@ def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
         limits=jax.device_put(np.full(len(lengths), 99, np.int32), slots.limits.sharding),
         running=jax.device_put(np.full(len(lengths), True), slots.running.sharding),
     )
-    after, _ = programs.decode(slots, decoder.per_layer_params(params, cfg, jnp.float32), np.float32(1))
+    after, _ = programs.decode(slots, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(1))
     return jax.device_get((after.cache, after.hidden))
 
 
@@ -75,11 +75,11 @@ def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
     norms = tuple(rng.normal(size=32).astype(np.float32) for _ in range(2))
     for kind, columns in (("local", 6), ("global", 70)):
         old = KV(*(rng.normal(size=(4, 2, columns, 32)).astype(np.float32) for _ in range(2)))
-        sin, cos = decoder.rope_angles(GEMMA3, newest_B[:, None], kind)
+        sin, cos = rope.rope_angles(GEMMA3, newest_B[:, None], kind)
 
         # Step by step.
         q_BTNH, k_BTKH = (
-            decoder.rope(decoder.norm(x[:, None], scale, GEMMA3), (sin, cos)) for x, scale in zip((q_BNH, k_BKH), norms)
+            rope.rope(decoder.norm(x[:, None], scale, GEMMA3), (sin, cos)) for x, scale in zip((q_BNH, k_BKH), norms)
         )
         new = kv_cache.to_cache_format(k_BTKH, v_BKH[:, None], int8=False)
         kv = kv_cache.write_token(jax.tree.map(jnp.asarray, old), new, newest_B)

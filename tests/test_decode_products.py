@@ -103,9 +103,6 @@ def test_over_a_mesh_each_device_multiplies_what_it_holds():
     assert_same(replace(CFG, mlp_dim=64, qkv_bias=True, post_norms=False, activation="silu"))
 
 
-# ---- tiles
-
-
 # ---- what it is for
 
 

@@ -32,10 +32,7 @@ def test_completions_stand_after_other_prompts_by_hand():
         (["algorithm.teacher.prompt='{question} is {result}'"], "algorithm.teacher: .*result"),
         (["algorithm.teacher.prompt='{question} is {answer}'", "algorithm.teacher.max_prompt_length=5"], "more than 5"),
         (["algorithm.teacher.weights=/no/teacher"], "^algorithm.teacher.weights: /no/teacher is not a folder"),
-        (
-            ["generation.top_k=512"],
-            "generation: top_k=512 would change nothing: it leaves no token out of vocab_size=512",
-        ),
+        (["generation.top_k=512"], "generation: top_k=512 would change nothing: it leaves no token out of vocab"),
     ],
 )
 def test_a_wrong_demonstration_or_teacher_is_refused_before_anything_is_compiled(settings, message):
@@ -52,17 +49,10 @@ def test_the_teacher_reads_the_answer_of_each_example():
     assert ["1 + 2 is 3" in read[0], "4 + 5 is 9" in read[1]] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "low", "high"),
-    [
-        ("What is {question}?", 0.0, 1e-6),
-        pytest.param("What is {question}? The answer is {answer}.", 1e-3, 100.0, marks=pytest.mark.wide),
-    ],
-)
-def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(prompt, low, high, tmp_path):
-    """The same weights with the same message, in longer rows: nothing to learn; with the answer there is."""
-    asked = [f"algorithm.teacher.prompt='{prompt}'", "algorithm.teacher.max_prompt_length=44"]
+def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(tmp_path):
+    """The same weights with the same message, in longer rows: nothing to learn."""
+    asked = ["algorithm.teacher.prompt='What is {question}?'", "algorithm.teacher.max_prompt_length=44"]
     more = ["algorithm.divergence=reverse", "training.max_steps=1", "training.packing=prefix"]
     train(compose([*TEACHER, *asked, *more, *QUICK]), tmp_path)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert low <= abs(json.loads(line)["train/teacher_divergence"]) <= high
+    assert abs(json.loads(line)["train/teacher_divergence"]) <= 1e-6

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import pytest
 from jax.experimental import mesh_utils, topologies
 from processes import free_port, own_lines
 
-from tunix_lite.basics.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.distributed import agreement, join
 from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
 from tunix_lite.distributed.meeting import NotMet, meet
@@ -57,42 +55,31 @@ OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1", "OMPI_COMM_WORLD_SIZE": "2
     "settings, environ, place",
     [
         ({}, {}, ProcessPlace()),
-        ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, ProcessPlace()),
-        ({}, {"WORLD_SIZE": "1", "RANK": "0"}, ProcessPlace(source="WORLD_SIZE=1")),
         ({}, TORCHRUN, OF_TORCHRUN),
         ({}, TORCHRUN | LOCAL, replace(OF_TORCHRUN, local_id=1, num_local=4)),
-        ({}, {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, OF_TORCHRUN),
+        # torchrun itself listens at the port that it names
+        (
+            {},
+            TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"},
+            ProcessPlace(5, 8, "10.0.0.1:29501", 1, 4, f"{MASTER} + 1, torchrun having the port itself"),
+        ),
         # explicit settings come first, and whatever is not theirs is not looked at
         (THREE, TORCHRUN | LOCAL, ProcessPlace(2, 3, "a:1", source="launch.coordinator")),
-        (THREE | {"coordinator": "[::1]:80"}, {}, ProcessPlace(2, 3, "[::1]:80", source="launch.coordinator")),
-        ({"num_processes": 1}, TORCHRUN, ProcessPlace(source="launch.num_processes")),
-        ({"coordinator": "auto"}, TORCHRUN, ProcessPlace(source="launch.coordinator=auto", asks_jax=True)),
         # Slurm: jax finds the first node; with MASTER_ADDR the processes meet there, at a port from the job
         ({}, SLURM, replace(OF_SLURM, coordinator=None, asks_jax=True)),
         ({}, WITH_ADDRESS, OF_SLURM),
-        ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
         ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, ProcessPlace()),  # not inside srun
-        ({}, WITH_ADDRESS | {"MASTER_PORT": "99", "WORLD_SIZE": "8"}, replace(OF_SLURM, coordinator="gpu007:99")),
         # A shell in a job of eight tasks is a step of one, and has the variables of the job beside those of its step.
         ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
-        ({}, WITH_ADDRESS | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}, OF_SLURM),
         # what only jax knows
         ({}, {"TPU_WORKER_HOSTNAMES": "a,b"}, ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)),
-        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, ProcessPlace()),
         ({}, OPEN_MPI, ProcessPlace(source="Open MPI", asks_jax=True)),
-        ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, ProcessPlace()),
     ],
 )
 def test_a_process_finds_its_place(settings, environ, place):
     assert find_place(LaunchConfig(**settings), environ) == place
 
 
-def test_torchrun_itself_listens_at_the_port_that_it_names():
-    place = find_place(LaunchConfig(), TORCHRUN | LOCAL | {"TORCHELASTIC_RUN_ID": "none"})
-    assert (place.coordinator, place.source) == ("10.0.0.1:29501", f"{MASTER} + 1, torchrun having the port itself")
-
-
-ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.process_id=0 to N-1 belong together"
 NO_PORT = "is not a port: it is a number from 1 to 65535, as in 192.168.1.10:29500"
 EXPORT = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
 
@@ -100,13 +87,8 @@ EXPORT = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
 @pytest.mark.parametrize(
     "settings, environ, message",
     [
-        ({"coordinator": "a:1"}, {}, f"launch.num_processes is missing: {ALL_THREE}"),
-        ({"coordinator": "a:1", "num_processes": 2}, {}, f"launch.process_id is missing: {ALL_THREE}"),
         (THREE | {"coordinator": "a:b"}, {}, f"launch.coordinator: 'b' {NO_PORT}"),
         (THREE | {"process_id": 3}, {}, "launch.process_id=3, but launch.num_processes=3: processes count from 0 to 2"),
-        ({}, TORCHRUN | {"RANK": "8"}, "RANK=8, but WORLD_SIZE=8: processes count from 0 to 7"),
-        ({}, TORCHRUN | {"RANK": "two"}, "RANK='two': it is a whole number"),
-        ({}, TORCHRUN | {"MASTER_PORT": "70000"}, f"MASTER_PORT: '70000' {NO_PORT}"),
         ({}, {"WORLD_SIZE": "8", "RANK": "0"}, "WORLD_SIZE=8, but MASTER_ADDR is not set: it is the address of process 0"),
         ({}, {"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0"),
         ({}, SLURM | {"MASTER_PORT": "1"}, f"MASTER_PORT is set, but MASTER_ADDR is not: {EXPORT}, or unset MASTER_PORT"),
@@ -126,14 +108,40 @@ def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
     assert join.local_devices(ProcessPlace(1, 2, "a:1"), {}) is None
 
 
-def test_devices_of_several_hosts_in_a_process_that_is_alone_are_refused_with_the_setting_to_paste(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
+def device(process: int, platform: str = "gpu", **more) -> SimpleNamespace:
+    return SimpleNamespace(process_index=process, platform=platform, device_kind=platform, **more)
+
+
+@pytest.mark.parametrize(
+    "place, owners, message",
+    [
+        (
+            ProcessPlace(),
+            [0, 1, 2, 3],
+            "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run was given 1: start every "
+            "host with launch.coordinator=auto",
+        ),
+        (
+            ProcessPlace(0, 2),
+            [0, 1, 1],
+            "process 1 has devices=2, the others 1. All must have as many devices of one kind: check its machine",
+        ),
+        (
+            ProcessPlace(0, 2),
+            [0, 0, 1, 1],
+            "launch.expect_devices=16, but jax sees 4: 2 (gpu) in each of 2 processes. Several processes on a machine have "
+            "one GPU each. Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax has its GPU or "
+            "TPU package",
+        ),
+    ],
+    ids=["other hosts", "uneven", "too few"],
+)
+def test_devices_that_are_not_as_they_should_be_are_refused_with_what_to_do(place, owners, message, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: len(set(owners)))
+    monkeypatch.setattr(jax, "devices", lambda: [device(process) for process in owners])
     with pytest.raises(ValueError) as caught:
-        join.check_devices(LaunchConfig(), ProcessPlace())
-    assert str(caught.value) == (
-        "jax sees the devices of 4 processes here, as on the hosts of a TPU slice, and this run was given 1: start every "
-        "host with launch.coordinator=auto"
-    )
+        join.check_devices(LaunchConfig(expect_devices=16), place)
+    assert str(caught.value) == message
 
 
 # ---- who differs
@@ -147,7 +155,6 @@ def test_the_odd_one_out_is_named_and_of_two_it_is_not_process_0():
     same = {"jax": "1", "seed": "0"}
     assert describe_differences(said(same, same, same)) is None
     assert describe_differences(said(same, same, same | {"jax": "2"})) == "process 2 has jax=2, the others 1"
-    assert describe_differences(said(same | {"jax": "2"}, same, same)) == "process 0 has jax=2, the others 1"
     assert describe_differences(said(same, same | {"seed": "7"})) == "process 1 has seed=7, the others 0"
     odd = same | {"jax": "2", "seed": "3"}
     assert describe_differences(said(same, odd, same, odd)) == (
@@ -207,19 +214,13 @@ def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(t
 # ---- nodes
 
 
-def device(process: int, platform: str = "gpu", **more) -> SimpleNamespace:
-    return SimpleNamespace(process_index=process, platform=platform, **more)
-
-
-def test_processes_of_one_machine_are_one_node(monkeypatch):
+def test_processes_of_one_machine_or_one_slice_of_tpus_are_one_node(monkeypatch):
     monkeypatch.setattr(join, "hosts", lambda: ["a", "a", "b", "b"])
     devices = [device(p) for p in (0, 2, 1, 3)]
     assert join.nodes_of(devices) == [[devices[0], devices[2]], [devices[1], devices[3]]]
     monkeypatch.setattr(join, "hosts", lambda: ["a"])
     assert join.nodes_of(devices[:1]) == [devices[:1]]
-
-
-def test_a_slice_of_tpus_is_one_node_though_it_has_many_hosts(monkeypatch):
+    # A slice of TPUs is one, though it has many hosts.
     monkeypatch.setattr(join, "hosts", lambda: ["a", "b", "c", "d"])
     devices = [device(p, "tpu", slice_index=p // 2) for p in range(4)]
     assert join.nodes_of(devices) == [devices[:2], devices[2:]]
@@ -248,23 +249,6 @@ def test_tp_stays_inside_a_slice_of_real_tpus_as_jax_lays_out_a_hybrid_mesh():
     inside = mesh.make_mesh(((4, 4), ("fsdp", "tp")), two_slices).devices
     assert [[d.slice_index for d in row] for row in inside] == [[0] * 4] * 2 + [[1] * 4] * 2
     assert inside.tolist() == mesh_utils.create_hybrid_device_mesh((2, 4), (2, 1), two_slices).tolist()
-    with pytest.raises(ValueError, match="tp=16 would cross the network between 2 nodes with 8 devices each"):
-        mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices)
-    crossing = mesh.make_mesh(((1, 16), ("fsdp", "tp")), two_slices, tp_across_nodes=True).devices
-    assert [d.slice_index for d in crossing[0]] == [0] * 8 + [1] * 8
-
-
-LOST = (
-    "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:7"
-)
-
-
-@pytest.mark.parametrize("error", [ValueError(LOST), RuntimeError(LOST)])  # as jax 0.10 raises it, here and there
-def test_that_another_process_is_gone_is_no_error_of_settings(error):
-    assert is_of_a_peer(error)
-    with pytest.raises(type(error)) as caught, error_context("step 3", RunFailed):
-        raise error
-    assert caught.value is error
 
 
 @pytest.mark.parametrize("name", ["TUNIX_LITE_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
@@ -296,27 +280,13 @@ def together(*abouts: ProcessInfo, timeout: float = 20, count: int | None = None
     return heard
 
 
-def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first():
+def test_processes_that_meet_know_their_hosts_and_the_folder_of_the_first_and_who_differs():
     heard = together(*(ProcessInfo({"seed": "1"}, f"folder{p}", f"host{p}") for p in range(3)))
     assert heard == [agreement.Agreement(["host0", "host1", "host2"], "folder0")] * 3
-
-
-def test_all_hear_who_differs():
     heard = together(*(ProcessInfo({"training.max_steps": str(3 + (p == 1))}, None, f"host{p}") for p in range(3)))
-    assert (
-        heard
-        == [
-            "process 1 (host1) has training.max_steps=4, the others 3. Start all of them with the same command and the "
-            "same packages"
-        ]
-        * 3
-    )
-
-
-def test_two_with_one_number_are_told():
-    heard = together(
-        ProcessInfo({}, None, "a"), ProcessInfo({}, None, "b"), ProcessInfo({}, None, "c"), count=4, ids=[0, 1, 1]
-    )
+    differs = "process 1 (host1) has training.max_steps=4, the others 3. "
+    assert heard == [f"{differs}Start all of them with the same command and the same packages"] * 3
+    heard = together(*(ProcessInfo({}, None, host) for host in "abc"), count=4, ids=[0, 1, 1])
     assert heard[0].startswith("two processes say that they are process 1 (") and heard == [heard[0]] * 3
 
 
@@ -324,14 +294,11 @@ def test_process_0_says_who_did_not_come():
     began = time.monotonic()
     heard = together(ProcessInfo({}, None, "a"), ProcessInfo({}, None, "b"), timeout=1, count=4, kind=NotMet)
     assert time.monotonic() - began < 20
-    assert (
-        heard
-        == [
-            "process 0 of 4 waited 1 s at 127.0.0.1:PORT, and processes 2 and 3 did not come. Check that every machine was "
-            "started, that the others have this address (ours is from MASTER_PORT), and that no firewall is between them; "
-            "processes are counted, not devices. launch.timeout=SECONDS waits longer"
-        ]
-        * 2
+    assert heard == [heard[0]] * 2
+    assert heard[0] == (
+        "process 0 of 4 waited 1 s at 127.0.0.1:PORT, and processes 2 and 3 did not come. Check that every machine was "
+        "started, that the others have this address (ours is from MASTER_PORT), and that no firewall is between them; "
+        "processes are counted, not devices. launch.timeout=SECONDS waits longer"
     )
 
 
@@ -369,14 +336,10 @@ def hello(**other) -> bytes:
 
 STRANGERS = {
     "a browser": b"GET / HTTP/1.1\r\n\r\n",
-    "a list": b"[1]\n",
-    "no text": b"\xff\xfe\x00\n",
-    "brackets": b"[" * 60_000 + b"\n",
     "a line without end": b"x" * ((1 << 22) + (1 << 17)),
     "infinity": hello(tunix_lite=float("inf")),
     "beyond the last": hello(tunix_lite=2),
     "values as numbers": hello(about={"values": {"seed": 1}}),
-    "no host": hello(about={"host": None}),
 }
 
 
@@ -410,10 +373,11 @@ def connected(port: int) -> socket.socket:
 # ---- processes with jax in them
 
 
-def launched(folder: Path, *words: str, by=("tunix_lite.launch", "--nprocs=2"), **environ):
+def launched(folder: Path, *words: str, **environ):
     environment = {k: v for k, v in os.environ.items() if k not in (*TORCHRUN, *LOCAL, "JAX_COMPILATION_CACHE_DIR")}
     environment |= {"PYTHONPATH": str(ROOT)} | environ
-    call = [sys.executable, "-m", *by, str(ROOT / "tests" / "launch_worker.py"), *words, "hydra.run.dir=run"]
+    call = [sys.executable, "-m", "tunix_lite.launch", "--nprocs=2", str(ROOT / "tests" / "launch_worker.py")]
+    call += [*words, "hydra.run.dir=run"]
     return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -433,81 +397,33 @@ def test_two_processes_become_one_run_and_agree_on_what_is_found_later(tmp_path)
     assert not list(cache.rglob("*-cache"))
 
 
-def test_torchrun_starts_a_run_too(tmp_path):
-    pytest.importorskip("torch")
-    done = launched(
-        tmp_path, "join", by=("torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
-    )
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r"\[\d, 4, 2, 3, .*?\]", done.stdout)  # in the middle of what gloo says
-    assert sorted(said) == ['[0, 4, 2, 3, "folder0"]', '[1, 4, 2, 3, "folder0"]']
-
-
 def test_tasks_of_srun_become_one_run_through_jax(tmp_path):
     """As two tasks on one node, of a job that has four."""
     said = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "4"}
     said |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "PYTHONPATH": str(ROOT)}
     call = [sys.executable, str(ROOT / "tests" / "launch_worker.py"), "join"]
-    tasks = [
-        subprocess.Popen(
-            call,
-            env=os.environ | said | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        for rank in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    numbers = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "RANK": rank} for rank in "01"]
+    tasks = [subprocess.Popen(call, env=os.environ | said | own, **pipes) for own in numbers]
     printed = [task.communicate(timeout=240)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0]
-    assert [re.findall(r"\[\d, 4, 2, 3, .*?\]", text) for text in printed] == [
-        ['[0, 4, 2, 3, "folder0"]'],
-        ['[1, 4, 2, 3, "folder0"]'],
-    ]
-
-
-@pytest.mark.parametrize(
-    "what, message",
-    [
-        (
-            "uneven",
-            "error: process 1 has devices=2, the others 1. All must have as many devices of one kind: check its machine\n",
-        ),
-        (
-            "more",
-            "error: launch.expect_devices=16, but jax sees 4: 2 (cpu) in each of 2 processes. Several processes on a "
-            "machine have one GPU each. Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax",
-        ),
-    ],
-)
-def test_devices_that_are_not_as_they_should_be_are_said(tmp_path, what, message):
-    done = launched(tmp_path, what)
-    assert done.returncode == 2 and message in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_peer_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path):
-    began = time.monotonic()
-    done = launched(tmp_path, "killed")
-    assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - began < 90, "before a heartbeat is missed"
-    assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in done.stderr
-    assert "Traceback" not in done.stderr
+    found = [re.findall(r"\[\d, 4, 2, 3, .*?\]", text) for text in printed]
+    assert found == [[f'[{rank}, 4, 2, 3, "folder0"]'] for rank in (0, 1)]
 
 
 def test_launchers_of_two_machines_start_their_processes_again_after_one_was_lost(tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-m", "tunix_lite.launch"]
-    call += [str(ROOT / "tests" / "launch_worker.py"), "killed once"]
+    call = [sys.executable, "-m", "tunix_lite.launch", str(ROOT / "tests" / "launch_worker.py"), "killed once"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     machines = [subprocess.Popen(call, env=os.environ | address | {"RANK": str(rank)}, **pipes) for rank in range(2)]
     said = [machine.communicate(timeout=240) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
-    assert "launch: process 1 was ended by SIGKILL" in said[1][1]
+    assert "launch: process 1 was ended by SIGKILL" in said[1][1] and "Traceback" not in said[0][1]
     assert "launch: process 0 ended with exit code 1: it lost a process on another machine" in said[0][1]
 
 
 def test_nobody_waits_for_a_peer_that_is_stopped(tmp_path):
-    done = launched(tmp_path, "stopped", by=("tunix_lite.launch", "--nprocs=2"))
+    done = launched(tmp_path, "stopped")
     assert done.returncode == 124
     said = r"launch: process [01] stalled for \d+ s, and launch.stall_timeout=2\. Last signs: "
     assert re.search(said, done.stderr)

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import set_mesh
@@ -16,11 +15,7 @@ from tunix_lite.parallel.mesh import put
 B, M, V, D, E, K = 4, 6, 44, 8, 6, 7
 KINDS = [Kind("forward"), Kind("reverse"), Kind("jensen_shannon", 0.5), Kind("jensen_shannon", 0.1)]
 # a way: the mesh, and scores at once (None: one block)
-WAYS = [
-    ((1, 1), None),
-    pytest.param(((1, 1), B * M * V // 3), marks=pytest.mark.wide),
-    ((2, 2), B * M * 22 // 2 // 5 + 1),
-]
+WAYS = [((1, 1), None), ((2, 2), B * M * 22 // 2 // 5 + 1)]
 CAPS = (2.0, 30.0)
 TEMPERATURE = 0.7
 
@@ -125,17 +120,3 @@ def test_divergence_and_gradient_are_those_of_the_formulas(way, is_list, monkeyp
         shapes = re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
         largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
         assert (largest >= whole) == (at_once is None)
-
-
-def test_a_model_is_no_nats_from_itself_and_there_the_gradient_is_zero():
-    set_mesh(1, 1)
-    hidden, table, *_ = arrays()
-    spec = head_spec(V, None, 1.0)
-
-    @jax.jit
-    def of_all(hidden):
-        of = lambda h, kind: jnp.sum(head_divergence(kind, spec, h, table, spec, hidden, table))  # noqa: E731
-        return [jax.value_and_grad(of)(hidden, kind) for kind in KINDS]
-
-    for found, slope in of_all(hidden):
-        assert abs(float(found)) < 1e-5 and np.abs(slope).max() < 1e-6

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,12 +80,8 @@ def names(run: Evidence) -> list[str]:
     return [finding.name for finding in diagnose(run)]
 
 
-def test_a_run_without_metrics_shows_nothing():
-    assert names(evidence()) == []
-    assert names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
-
-
 def test_a_gap_in_the_first_step_is_a_fault():
+    assert names(evidence()) == names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
     assert names(evidence(train_sampler_gap=[3e-7] * 10)) == []
     assert names(evidence(train_sampler_gap=[0.8])) == ["sampler_gap"]
     # within a rollout the policy moves, so only its first update counts
@@ -162,7 +159,10 @@ def test_the_command_prints_lines(tmp_path, capsys):
     text = doctor(str(folder), capsys=capsys)
     assert text.splitlines()[0].startswith(f"{folder}: 12 steps, reward/mean")
     assert "1. the weights do not move [learning_rate_zero]" in text and "try optimizer.learning_rate=1e-4" in text
-    assert "usage: tunix-lite doctor [FOLDERS ...]" in doctor("--help", capsys=capsys)
+    with pytest.raises(SystemExit, match="2"):
+        doctor(str(tmp_path / "samples"), capsys=capsys)
+    error = capsys.readouterr().err
+    assert "samples is not the folder of a run: it has no metrics.jsonl" in error and error.count("\n") == 1
 
 
 def closed_pipe() -> int:
@@ -178,23 +178,8 @@ def test_output_that_nobody_reads_is_no_error_and_another_broken_pipe_is_one(mon
         for size in (10, 100_000):
             with as_long_as_read():
                 print("x" * size)
-        with pytest.raises(SystemExit) as ended, as_long_as_read():
-            print("x")
-            sys.exit(2)
-        assert ended.value.code == 2
     with pytest.raises(BrokenPipeError), as_long_as_read():
         os.write(closed_pipe(), b"x")
-
-
-def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
-    for words, line in (
-        ([str(tmp_path)], "is not the folder of a run: it has no metrics.jsonl"),
-        ([], "give the folder"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            doctor(*words, capsys=capsys)
-        error = capsys.readouterr().err
-        assert ended.value.code == 2 and line in error and error.count("\n") == 1
 
 
 def test_what_cannot_be_read_is_named_and_left_out(tmp_path):
@@ -205,12 +190,8 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("half a li")
     run = read_evidence(folder)
-    assert [text.split(":")[0].split(" ")[0].rsplit("/", 1)[1] for text in run.unread] == [
-        "metrics.jsonl",
-        "status.json",
-        "config.yaml",
-        "step_000004.jsonl",
-    ]
+    unread = [re.match(r"\S*/([\w.]+)", text)[1] for text in run.unread]
+    assert unread == ["metrics.jsonl", "status.json", "config.yaml", "step_000004.jsonl"]
     assert names(run)[0] == "learning_rate_zero"
 
 

@@ -1,16 +1,21 @@
-"""Environments in worker processes: what they return is read, what fails follows conversation.on_error."""
+"""Environments in worker processes: what they return is read, what fails follows conversation.on_error; and tools."""
 
+import json
 import os
 import signal
 import time
 from functools import partial
+from typing import Literal, Optional
 
 import numpy as np
 import pytest
 
+from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.environment import NotATurn, Turn, read_turn
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.environments.tool_calls import ToolCall, calls_in
+from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment, schema_of
 
 DROP = ConversationConfig(on_error="drop", timeout=20.0)
 SHORT = ConversationConfig(on_error="drop", timeout=0.5)
@@ -60,17 +65,15 @@ class Clock:
         return Turn(f"{os.getpid()}")
 
 
-def adds_from(extra):
-    environment = Adds()
-    environment.extra = extra
-    return environment
+def adds_from():
+    return Adds()
 
 
 def observed(pool, row, *completions):
     return [pool.step(row, completion).result().turn.observation for completion in completions]
 
 
-@pytest.mark.parametrize("make", [Adds, Adds(), partial(adds_from, extra=1)])
+@pytest.mark.parametrize("make", [Adds, Adds(), adds_from])
 def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conversation(make):
     with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
         first = [pool.reset(row, {"start": row}).result() for row in (0, 1)]
@@ -81,16 +84,8 @@ def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conv
         assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
 
 
-class WithoutStar(Gymnasium):
-    """As many write it: the seed may be given by its place."""
-
-    def reset(self, seed=None, options=None):
-        return super().reset(seed=seed, options=options)
-
-
-@pytest.mark.parametrize("make", [Gymnasium, WithoutStar])
-def test_an_environment_of_gymnasium_needs_no_adapter(make):
-    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
+def test_an_environment_of_gymnasium_needs_no_adapter():
+    with EnvironmentPool(Gymnasium, ConversationConfig(workers=0)) as pool:
         assert pool.reset(0, {"start": 3}).result().turn.observation == "3"
         assert pool.step(0, "go").result().turn == Turn("go", 1.0, False)
         assert pool.step(0, "stop").result().turn == Turn("stop", 1.0, True)
@@ -103,14 +98,9 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
     ("returned", "turn"),
     [
         (Turn("a", 1.0, True), Turn("a", 1.0, True)),
-        (("a", 1, True), Turn("a", 1.0, True)),
-        (("a", 0.5, False, {}), Turn("a", 0.5, False)),
         (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
         (([MESSAGE], 0.0, False), Turn([MESSAGE])),
-        (([], 0.0, True), Turn("", 0.0, True)),
-        ((None, None, True), Turn("", 0.0, True)),
         (("a", np.float32(0.5), np.False_, np.False_, {"won": np.True_}), Turn("a", 0.5, False, {"won": True})),
-        ((MESSAGE, 0.0, False), Turn([MESSAGE])),
     ],
 )
 def test_what_environments_of_other_projects_return_is_read(returned, turn):
@@ -121,19 +111,10 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
     ("returned", "message"),
     [
         ("a", "returned 'a' from step; it is Turn"),
-        (None, "returned None from step; it is Turn"),
-        (("a", 1.0), "from step; it is Turn"),
-        ((None, 1.0, False), "returned the observation None"),
-        ((3, 1.0, False), "returned the observation 3"),
         (("a", float("nan"), False), "the reward nan"),
-        (("a", 1e308, False), "the reward 1e+308"),
-        (("a", "1", False), "the reward '1'"),
         (("a", 1.0, "no"), "done='no'"),
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
-        (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
-        (([], 1.0, False), "returned the observation []"),
-        ({"observation": "a"}, "returned {'observation': 'a'} from step; it is Turn"),
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_line(returned, message):
@@ -153,7 +134,6 @@ def adding():
     ("completion", "kind", "message"),
     [
         ("raise", "error", "failed with KeyError: 'no such number' (test_environment_pool.py, line"),
-        ("seven", "error", "failed with ValueError"),
         ("nonsense", "not_a_turn", "returned 'Higher.' from step"),
         ("exit", "crash", "ended its process with exit code 3"),
     ],
@@ -219,17 +199,13 @@ class Closes(Adds):
             file.write(f"{self.total};")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_each_environment_is_closed_once_also_one_that_failed(tmp_path, workers):
+def test_each_environment_is_closed_once_also_one_that_failed(tmp_path):
     file = tmp_path / "closed"
-    with EnvironmentPool(Closes, ConversationConfig(on_error="drop", workers=workers, timeout=20.0)) as pool:
+    with EnvironmentPool(Closes, DROP) as pool:
         for row in range(3):
             pool.reset(row, {"start": row, "file": str(file)}).result()
-        assert [pool.step(row, said).result().failure for row, said in enumerate(("1", "raise", "nonsense"))] == [
-            "",
-            "error",
-            "not_a_turn",
-        ]
+        replies = [pool.step(row, said).result() for row, said in enumerate(("1", "raise", "nonsense"))]
+        assert [reply.failure for reply in replies] == ["", "error", "not_a_turn"]
         for row in (0, 1, 2, 2):
             pool.close(row)
         # calls are made in their order
@@ -247,22 +223,225 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
             pool.step(0, "raise").result()
 
 
+# ---- tools: schemas from type hints, calls as each family writes them, errors as observations, and the bundled ones
+
+
+def weather(
+    city: str,
+    days: int = 1,
+    unit: Literal["C", "F"] = "C",
+    limits: list[float] | None = None,
+    extra: Optional[dict[str, int]] = None,  # noqa: UP045
+) -> str:
+    """Say what the weather
+    will be.
+
+    Args:
+        city: The name of the city.
+        unit: Celsius or Fahrenheit.
+    """
+    if city == "Atlantis":
+        raise LookupError("it is under water")
+    return f"{city}: {20 + days} {unit}"
+
+
+def is_seven(completion: str, example: dict) -> float:
+    return float("7" in completion)
+
+
+def test_the_schema_of_a_tool_by_hand():
+    assert schema_of(weather) == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Say what the weather will be.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "The name of the city."},
+                    "days": {"type": "integer"},
+                    "unit": {"type": "string", "enum": ["C", "F"], "description": "Celsius or Fahrenheit."},
+                    "limits": {"type": "array", "items": {"type": "number"}, "nullable": True},
+                    "extra": {"type": "object", "additionalProperties": {"type": "integer"}, "nullable": True},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+    bound = schema_of(partial(weather, unit="F"))["function"]
+    assert bound["name"] == "weather" and "unit" not in bound["parameters"]["properties"]
+
+
+def no_docstring(x: int) -> int:
+    return x
+
+
+def no_hint(x) -> int:
+    """Double it."""
+
+
+def many(*x: int) -> int:
+    """Add them."""
+
+
+def a_set(x: set[int]) -> int:
+    """Add them."""
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("tool", "message"),
     [
-        ({"max_turns": 0}, "max_turns=0"),
-        ({"max_turn_tokens": 0}, "max_turn_tokens=0"),
-        ({"on_limit": "stop"}, "on_limit='stop'"),
-        ({"credit": "all"}, "credit='all'"),
-        ({"discount": 0.9}, "credit=discount alone"),
-        ({"credit": "discount", "discount": 1.5}, "from 0 to 1"),
-        ({"limit_reward": -1.0}, "on_limit=penalise alone"),
-        ({"on_error": "stop"}, "on_error='stop'"),
-        ({"timeout": 0.0}, "timeout=0.0"),
-        ({"workers": -1}, "workers=-1"),
+        (no_docstring, "the tool no_docstring has no docstring"),
+        (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
+        (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
+        (a_set, "the tool a_set: x has the type set"),
+        (lambda x: x, "a tool is called '<lambda>'"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings, message):
-    with pytest.raises(ValueError, match="=") as caught:
-        ConversationConfig(**settings)
+def test_a_tool_without_a_schema_is_named_when_the_environment_is_made(tool, message):
+    with pytest.raises(ValueError, match="tool") as caught:
+        ToolEnvironment((tool,))
     assert message in str(caught.value)
+
+
+ADD = ToolCall("add", {"a": 1, "b": 2})
+AS_JSON = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        # Qwen and Hermes
+        (f"<tool_call>\n{AS_JSON}\n</tool_call>", [ADD]),
+        (f"I add.\n<tool_call>{AS_JSON}</tool_call>\n<tool_call>\n{AS_JSON}\n</tool_call>", [ADD, ADD]),
+        # arguments as the text of JSON, as OpenAI has them
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [ADD]),
+        # Gemma
+        ("```tool_code\nadd(a=1, b=2)\n```", [ADD]),
+        (f"```json\n{AS_LLAMA}\n```", [ADD]),
+        # Llama
+        (AS_LLAMA, [ADD]),
+        (f"<|python_tag|>{AS_LLAMA}; {AS_LLAMA}", [ADD, ADD]),
+        # Gemma 4
+        (
+            "I add.<|tool_call>call:add{a:1,b:2}<tool_call|><|tool_call>call:now{}<tool_call|>",
+            [ADD, ToolCall("now", {})],
+        ),
+        ("<|tool_call>call:add{a:1,b:2}", [ADD]),
+        (
+            '<|tool_call>call:log.in{to:<|"|>say "a:1", {b:2}\n<|"|>,no:None,deep:{x:[true,-1.5e3,<|"|><|"|>,null]}}<tool_call|>',
+            [ToolCall("log.in", {"to": 'say "a:1", {b:2}\n', "no": None, "deep": {"x": [True, -1500.0, "", None]}})],
+        ),
+        ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
+        # answers
+        ("The answer is 3.", []),
+        ('{"answer": 3}', []),
+        ("{" * 50_000, []),
+    ],
+)
+def test_calls_are_read_as_each_family_writes_them(text, calls):
+    assert calls_in(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>{'name': 'add'}</tool_call>", "the call is no JSON"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
+        ("<|tool_call>add{a:1}<tool_call|>", "a call is call:name{argument:value}; this is"),
+        ('<|tool_call>call:add{a:<|"|>1}<tool_call|>', "the arguments of add are no JSON"),
+        ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
+        ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
+        ("```tool_code\nadd(a=" + "(" * 5000 + "\n```", "the call is no Python"),
+    ],
+)
+def test_a_call_with_a_mistake_says_which(text, problem):
+    (call,) = calls_in(text)
+    assert problem in call.problem and "\n" not in call.problem
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_a_conversation_with_tools_by_hand():
+    environment = ToolEnvironment((weather, calculator), reward=is_seven, max_calls=3)
+    environment.reset({})
+    turn = environment.step(call("weather", city="Ulm") + call("calculator", expression="3 + 4"))
+    said = [(one["role"], one["name"], one["content"]) for one in turn.observation]
+    assert said == [("tool", "weather", "Ulm: 21 C"), ("tool", "calculator", "7")]
+    assert (turn.reward, turn.done) == (0.0, False)
+    assert turn.info == {"tool_calls": 2, "tool_errors": 0, "called_a_tool": True}
+    turn = environment.step("It is 7.")
+    # said once, with the first call
+    assert (turn.reward, turn.done, turn.info["called_a_tool"]) == (1.0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("completion", "observation"),
+    [
+        (call("sum", a=1), "Error: there is no tool 'sum'; there are: weather, calculator"),
+        (call("weather"), "Error: TypeError: weather() missing 1 required positional argument: 'city'"),
+        (call("weather", city="Atlantis"), "Error: LookupError: it is under water"),
+        ("<tool_call>{</tool_call>", "Error: the call is no JSON"),
+    ],
+)
+def test_what_goes_wrong_in_a_call_is_what_the_model_reads(completion, observation):
+    environment = ToolEnvironment((weather, calculator))
+    environment.reset({})
+    turn = environment.step(completion)
+    assert turn.observation[0]["content"].startswith(observation)
+    assert not turn.done and turn.info == {"tool_calls": 1, "tool_errors": 1, "called_a_tool": True}
+
+
+def test_a_budget_of_calls_ends_the_conversation():
+    environment = ToolEnvironment((calculator,), max_calls=2, role="user", max_result=3)
+    environment.reset({})
+    many = call("calculator", expression="10 ** 5") * 3
+    assert environment.step(many).observation == [
+        {"role": "user", "content": f"100... and 3 more characters\n100... and 3 more characters\n{NO_CALLS_LEFT}"}
+    ]
+    assert environment.step(many).done
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (ToolEnvironment, {"tools": ()}, "tools is empty"),
+        (ToolEnvironment, {"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
+        (ConversationConfig, {"max_turns": 0}, "max_turns=0"),
+        (ConversationConfig, {"credit": "discount", "discount": 1.5}, "from 0 to 1"),
+        (ConversationConfig, {"limit_reward": -1.0}, "on_limit=penalise alone"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_tools_are_called_in_a_worker_process():
+    environment = ToolEnvironment((weather,))
+    with EnvironmentPool(environment, ConversationConfig(on_error="drop", timeout=20.0)) as pool:
+        assert pool.reset(0, {}).result().turn is None
+        reply = pool.step(0, call("weather", city="Ulm")).result()
+        assert reply.turn.observation == [{"role": "tool", "name": "weather", "content": "Ulm: 21 C"}]
+        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
+        assert pool.step(0, "done").result().turn == Turn("", 0.0, True, info)
+
+
+# ---- the bundled tools
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 * (3 + 4)", "84"),
+        ("7 / 2", "3.5"),
+        ("-7 // 2 + 2 ** 10 % 1000", "20"),
+        ("0.1 + 0.2", "0.3"),
+        ("2 ** 0.5", "1.41421356237"),
+    ],
+)
+def test_the_calculator_by_hand(expression, value):
+    assert calculator(expression) == value

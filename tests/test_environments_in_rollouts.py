@@ -1,28 +1,33 @@
-"""Environments that answer the turns of a rollout: their answers become tokens once, what fails is one conversation."""
+"""Environments that answer the turns of a rollout: their answers become tokens once, what fails is one conversation;
+and the bundled game."""
 
 import json
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from faulty_environments import Fails
+from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
-from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Conversation, Rollout, SampledTurn
 from tunix_lite.environments.bundled_tools import calculator
+from tunix_lite.environments.environment import Turn
+from tunix_lite.environments.guessing import GuessingGame, Secrets, is_secret
+from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
-from tunix_lite.environments.tools import ToolEnvironment
+from tunix_lite.environments.tools import ToolEnvironment, schema_of
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.rewards.math import correct
 from tunix_lite.runs.samples import sample_rows
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import ALONE, Processes, SharedError
-from tunix_lite.tasks.sources import Arithmetic, batch_at
+from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import lines_of_sample
-from tunix_lite.train import train
 from tunix_lite.workers.pool import RewardsConfig
 
 WIDTH = 24  # columns of prompts
@@ -36,8 +41,6 @@ class Hears:
         self.fails_at = fails_at
 
     def reset(self, example):
-        if self.fails_at == "reset":
-            raise KeyError("no beginning")
         return self.begins and self.begins.format(**example)
 
     def step(self, completion):
@@ -115,9 +118,6 @@ def test_calls_of_tools_are_counted_and_how_many_went_well(tokenizer):
     # four calls in four conversations, one of which failed; three conversations called
     assert found == {"tool_calls": 1.0, "tool_errors": 0.25, "called_a_tool": 0.75}
     assert graded.metrics["conversation/tool_success"] == 0.75
-    with open_task(tokenizer, tools) as task:
-        _, graded = hold(task, [["7"]])
-    assert "conversation/tool_success" not in graded.metrics
 
 
 def test_rewards_of_the_task_are_about_the_last_turn(tokenizer):
@@ -152,17 +152,15 @@ def test_rows_need_no_answer_where_the_environment_says_what_is_right(tokenizer,
 
 def test_an_environment_may_begin_with_a_text_of_its_own(tokenizer):
     with open_task(tokenizer, Hears(begins="Say {answer}.")) as task:
-        examples = [task.config.source.train[row] for row in range(2)]
-        partner = task.partner(examples)
-    wanted = [f"Say {example['answer']}." for example in examples]
-    assert partner.prompts == [tokenizer.prompt(text) for text in wanted]
-    assert partner.openings == wanted
+        example = task.config.source.train[0]
+        partner = task.partner([example])
+    assert partner.openings == [f"Say {example['answer']}."]
+    assert partner.prompts == [tokenizer.prompt(partner.openings[0])]
 
 
 @pytest.mark.parametrize(
     ("settings", "rewards", "dropped"),
     [
-        ({"on_error": "zero"}, [0.0, 1.0, 1.0], [False] * 3),
         ({"on_error": "drop"}, [np.nan, 1.0, 1.0], [True, False, False]),
         ({"on_error": "zero", "on_limit": "penalise", "limit_reward": -1.0}, [0.0, 1.0, -1.0], [False] * 3),
     ],
@@ -180,13 +178,10 @@ def test_what_failed_or_reached_a_limit_is_worth_what_the_settings_say(tokenizer
 
 
 class Unreadable:
-    """Begins with a long prompt, or answers with what no chat template takes, for some completions and examples."""
+    """Answers some completions with what no chat template takes."""
 
     def reset(self, example):
-        return "word " * 60 if example["answer"] == self.long else None
-
-    def __init__(self, long=""):
-        self.long = long
+        return None
 
     def step(self, completion):
         mixed = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
@@ -211,25 +206,21 @@ def test_an_answer_that_the_model_cannot_read_fails_one_conversation(tokenizer, 
         hold(task, [[said]])
 
 
-def test_how_environments_failed_is_a_line_of_the_console(tokenizer):
+def test_how_environments_failed_is_a_line_of_the_console_and_if_all_did_the_step_ends(tokenizer):
+    """Nothing is left to learn from then, and no reward is to blame."""
     lines = []
     with open_task(tokenizer, Hears(fails_at="boom"), on_error="drop", say=lines.append) as task:
         hold(task, [["1", "boom"], ["stop"], ["boom"]])
     (line,) = lines
     assert line.startswith("environments that failed, of 3 conversations: error 2; the first: the environment failed")
     assert "for the completion 'boom'" in line
-
-
-def test_a_step_in_which_every_environment_failed_is_named(tokenizer):
-    """Nothing is left to learn from, and no reward is to blame."""
-    raised = pytest.raises(
-        SharedError, match=r"all 2 completions were dropped; the first: the environment failed .*boom"
-    )
-    with open_task(tokenizer, Hears(fails_at="boom"), on_error="drop") as task, raised:
-        hold(task, [["boom"], ["1", "boom"]])
+    said = r"all 2 completions were dropped; the first: the environment failed .*boom"
     rewards = {"correct": Reward(correct)}
-    with open_task(tokenizer, Hears(fails_at="boom"), rewards, on_error="drop") as task, raised:
-        hold(task, [["boom"], ["boom"]])
+    with (
+        open_task(tokenizer, Hears(fails_at="boom"), rewards, on_error="drop") as task,
+        pytest.raises(SharedError, match=said),
+    ):
+        hold(task, [["boom"], ["1", "boom"]])
 
 
 def test_two_processes_share_the_environments_and_get_the_same_answers(tokenizer):
@@ -287,65 +278,64 @@ def test_settings_that_conversations_exclude_are_one_message(settings, message):
     compose(settings)
 
 
-# how an environment may fail, and as what the run counts it
-COUNTED_AS = {
-    "raise": "failed_by_error",
-    "loop": "failed_by_timeout",
-    "sleep": "failed_by_timeout",
-    "die": "failed_by_crash",
-    "nonsense": "failed_by_not_a_turn",
-    "never end": "ended_by_turns",
-    "": "ended_by_done",
-}
-SECONDS = 0.5
+def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):
+    run = compose(["task=calculator", "task.environment.role=tool"])
+    tokenizer = Tokenizer.load(qwen(tmp_path / "q", QWEN_25_TEMPLATE))
+    task = Task(run.task, tokenizer, 4096, 64)
+    example = run.task.source.held_out[0]
+    written = tokenizer.decode(task.text.prompt(example), skip_special=False)
+    schema = written.partition("<tools>\n")[2].partition("\n</tools>")[0]
+    assert json.loads(schema) == schema_of(calculator)
+    messages = [{"role": "tool", "name": "calculator", "content": "4"}]
+    tokens = task.text.turn_tokens.between(messages, ended=True)
+    expected = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokens, skip_special=False) == expected
 
 
-def faulty_run(on_error):
-    return compose(
-        [
-            "+task.environment={_target_:faulty_environments.Fails,how:all}",
-            *(f"conversation.on_error={on_error}", f"conversation.timeout={SECONDS}", "conversation.max_turns=3"),
-            *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=1"),
-            *("training.prompts_per_step=16", "algorithm.num_generations=2", "evaluation.num_examples=0", "seed=28"),
-            *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
-            "model.mesh_shape=[[1,1],[fsdp,tp]]",
-        ]
-    )
+# ---- the bundled game
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("on_error", ["zero", "drop"])
-def test_a_run_goes_on_whatever_its_environments_do(tmp_path, on_error):
-    """One batch has environments that raise, loop, sleep, die, return nonsense and never end."""
-    run = faulty_run(on_error)
-    ways = []
-    for example in batch_at(run.task.source.train, 16, run.seed, 0):
-        environment = Fails("all")
-        environment.reset(example)
-        ways.append(environment.way if environment.fails else "")
-    assert {*ways} == {*COUNTED_AS}, "the test needs a batch with all of them"
-
-    train(run, tmp_path)
-    (step,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for name in {*COUNTED_AS.values()}:
-        assert step[f"conversation/{name}"] == sum(COUNTED_AS[way] == name for way in ways) / 16, name
-    # one that is over got 1 for each of two turns, one that never ends got 1 for the first
-    worth = {"": 2.0, "never end": 1.0}
-    rewards = [worth.get(way, 0.0) for way in ways if on_error == "zero" or way in worth]
-    assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
-    lost = 2 * sum(COUNTED_AS[way] == "failed_by_timeout" for way in ways)
-    assert lost * SECONDS <= step["time/environments"] < 32 * SECONDS
-    # each time-out costs its seconds and a new process
-    assert step["time/rollout"] < 10 + lost * (SECONDS + 3)
-    rows = [json.loads(line) for line in next((tmp_path / "samples").glob("*.jsonl")).read_text().splitlines()]
-    failed = [row["turns"][-1]["failed"] for row in rows if row["ended_by"] == "failed"]
-    assert all(len(row["turns"]) == 2 for row in rows if row["ended_by"] == "failed")
-    kinds = {one.split(":")[0] for one in failed}
-    assert kinds <= {"error", "timeout", "crash", "not_a_turn"} and failed
+def played(environment, example, completions):
+    environment.reset(example)
+    return [environment.step(completion) for completion in completions]
 
 
-@pytest.mark.wide
-def test_a_run_stops_in_one_line_at_an_environment_that_fails(tmp_path):
-    with pytest.raises(RunFailed, match="conversation.on_error=zero or drop continues without it") as caught:
-        train(faulty_run("raise"), tmp_path)
-    assert str(caught.value).startswith("step 1: the environment ") and "\n" not in str(caught.value)
+def test_a_guessing_game_by_hand():
+    example = {"secret": 7, "low": 1, "high": 9}
+    turns = played(GuessingGame(guesses=3), example, ["The answer is 5.", "8", "7"])
+    assert turns == [Turn("higher"), Turn("lower"), Turn("right", 1.0, True, {"won": True})]
+    turns = played(GuessingGame(guesses=3), example, ["what", "99", "3"])
+    assert turns == [
+        Turn("Say a number from 1 to 9."),
+        Turn("Say a number from 1 to 9."),
+        Turn("over", 0.0, True, {"won": False}),
+    ]
+    # 5 rules out 1 to 5, so 3 is no possible guess, and 8 is
+    turns = played(GuessingGame(guesses=4, possible=0.2), example, ["5", "3", "8", "9"])
+    assert [turn.reward for turn in turns] == [0.2, 0.0, 0.2, 0.0]
+    assert is_secret("The answer is 7.", example) == 1
+
+
+def test_secrets_are_drawn_evenly_and_the_same_everywhere():
+    source = Secrets(1, 4)
+    drawn = Counter(source.train[i]["secret"] for i in range(400))
+    assert set(drawn) == {1, 2, 3, 4} and min(drawn.values()) > 60
+    assert source.held_out[0] == Secrets(1, 4).held_out[0]
+    assert source.train[0]["question"] == "Guess 1 to 4."
+    for make, message in (
+        (lambda: Secrets(5, 5), "low must be below high"),
+        (lambda: GuessingGame(guesses=0), "guesses=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_game_of_yaml_is_played_in_a_pool():
+    run = compose(["task=guessing"])
+    with EnvironmentPool(run.task.environment, ConversationConfig(workers=0)) as pool:
+        example = run.task.source.held_out[0]
+        assert pool.reset(0, example).result().turn is None
+        done = False
+        while not done:
+            done = pool.step(0, "The answer is 3.").result().turn.done
+    assert run.task.template.messages(example)[-1].content == example["question"]

@@ -32,9 +32,9 @@ def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     monkeypatch.setattr(rollouts, "num_params", lambda table: 135_000_000)
     monkeypatch.setattr(rollouts.decoder, "weights", lambda cfg: None)
     model = SimpleNamespace(mesh=set_mesh(1, 1), params={}, cfg=None, dtype=None, tokenizer=tokenizer)
-    asked = RolloutConfig(None, 7, "auto", "int8", kernels="fused", waiting="hold")
+    asked = RolloutConfig(None, 7, "auto", "int8", kernels="fused")
     rollouts.generate_of(model, GenerationConfig(), asked, [(4, 2)])
-    assert got == [RolloutConfig(8, 7, "gathered", "int8", kernels="fused", waiting="hold")]
+    assert got == [RolloutConfig(8, 7, "gathered", "int8", kernels="fused")]
 
     # On a CPU, 160 slots of 135M weights took 9.8 GB, and nothing was graded before nearly all had ended.
     for num_slots, expected in ((None, 16), (40, 40)):

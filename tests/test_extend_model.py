@@ -5,15 +5,20 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params
+from model_checks import check_sampled, groups, layout_of, losses, sampled
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
-from tunix_lite.models import decoder, hf, source
+from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.models import decoder, hf, source, weights
+from tunix_lite.models.architecture import repeated
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.settings.compose import compose
@@ -42,7 +47,7 @@ def a_checkout(monkeypatch):
 def run_of(command: str, *more: str, folder: Path | None = None) -> RunConfig:
     """The run that a command of the page describes; `folder` is where it says /path/to/..."""
     on_path, words = re.fullmatch(r"(PYTHONPATH=docs/extend/example )?python run_training\.py (.*)", command).groups()
-    own = "mistral" in words or "unrotated" in words
+    own = "mistral" in words or "head_scale" in words
     assert bool(on_path) == own, "only there Python needs the example's folder"
     words = shlex.split(re.sub(r"/path/to/a/\w+", str(folder), words))
     conf = words[1] if words[0] == "--config-dir" else None
@@ -84,9 +89,7 @@ def test_the_table_of_names_is_the_one_of_the_code():
 @pytest.mark.parametrize("command", [SIZE, SIZE_OF_THE_FAMILY], ids=["llama", "mistral"])
 def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
     state = train(run_of(command, *QUICK), tmp_path)
-    assert int(state.step) == 1
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+    check_trained(state, tmp_path)
     shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
     assert shapes["embed"] == shapes["head"] == (512, 64) and shapes["layers/q"] == (2, 64, 4, 16)
 
@@ -109,11 +112,43 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
 
 
 def test_a_kind_of_layer_trains(tmp_path):
-    state = train(run_of(KIND, *QUICK), tmp_path)
-    shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
-    assert shapes["layers/UNROTATED/q"] == shapes["layers/global/q"] == (1, 64, 4, 16)
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    check_trained(train(run_of(KIND, *QUICK), tmp_path), tmp_path)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert 0 < row["train/sampler_gap"] < 1e-6, "sampling gives what training computes"
+    shapes = {path: w.shape for path, w in weights.flatten(decoder.weights(MIXED)).items() if path.endswith("/q")}
+    assert shapes == {"layers/HEAD_SCALE/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}, "a stack for each kind"
+
+
+def check_trained(state, folder: Path) -> None:
+    """One step with a finite loss, and some gradient."""
+    assert int(state.step) == 1
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+
+
+# two periods of a made-up kind and one of the package, and a layer that is left over
+NAME = "head_scale.HEAD_SCALE"
+MIXED = decoder.Architecture(32, 7, 16, 4, 2, 8, 24, pattern=(NAME, NAME, "local"), window=5, query_scale=8)
+
+
+def test_a_pattern_names_kinds_that_there_are():
+    with pytest.raises(ValueError, match="its entries are local, global"):
+        replace(MIXED, pattern=("nope",))
+    with pytest.raises(ValueError, match="whose last names differ"):
+        replace(MIXED, pattern=("a.NOPE", "b.NOPE"))
+    with pytest.raises(ValueError, match="is not a LayerKind"):
+        decoder.weights(replace(MIXED, pattern=("test_extend_model.NAME",)))
+
+
+def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_scores():
+    assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
+    params = random_params(MIXED)
+    one, other = (
+        losses(params, groups(32), layout_of("none"), jnp.float32, MIXED, scan_layers=way) for way in (True, False)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), one, other)
+    rollout = sampled(MIXED, params)
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=MIXED))(params, rollout.tokens, rollout.token_mask))
 
 
 # ---- a family
@@ -156,14 +191,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
 @pytest.mark.parametrize("row", table("in config.json"), ids=lambda row: f"{row[1]}: {row[0]}")
 def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
     change, family = json.loads(row[0]), find_family(row[1])
-    layers = (
-        {"pattern": ("local",), "window": 5}
-        if row[1] == "mistral.MISTRAL"
-        else {"pattern": ("global",), "window": None}
-    )
-    cfg = decoder.Architecture(
-        32, 2, 16, 4, 2, 8, 24, query_scale=8, **(layers | {"rope_theta_global": 1e4} | family.flags)
-    )
+    layers = {"pattern": ("global",), "window": None, "rope_theta_global": 1e4}
+    if row[1] == "mistral.MISTRAL":
+        layers |= {"pattern": ("local",), "window": 5}
+    cfg = decoder.Architecture(32, 2, 16, 4, 2, 8, 24, query_scale=8, **layers | family.flags)
     values = config_json(cfg, family) | {"rope_theta": 1e4}
     del values["rope_parameters"]  # the older spelling, which the page uses
     (tmp_path / "config.json").write_text(json.dumps(values))

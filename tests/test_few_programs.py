@@ -72,20 +72,18 @@ def compiled(monkeypatch):
     is_open[0] = False
 
 
-def wide(*settings: str):
-    return pytest.param(settings, marks=pytest.mark.wide, id=" ".join(settings))
+WIDE = [
+    "training.packing=prefix algorithm.kl_coef=0.04 model.mesh_shape=[[2,2],[fsdp,tp]]",
+    f"training.packing=none rollout.overlap=carry {STALE}",
+    f"training.packing=none rollout.overlap=one_step {STALE}",
+    "training.packing=sequences model.lora.rank=2 algorithm.old_logprobs=rescored",
+    "training.packing=none algorithm=dapo algorithm.num_generations=4",
+]
 
 
-@pytest.mark.parametrize("settings", [
-    pytest.param(("training.packing=sequences",), id="sequences"),
-    wide("training.packing=prefix", "algorithm.kl_coef=0.04"),
-    wide("training.packing=none"),
-    wide("training.packing=none", "rollout.overlap=carry", STALE),
-    wide("training.packing=none", "rollout.overlap=one_step", STALE),
-    wide("training.packing=sequences", "model.lora.rank=2", "algorithm.old_logprobs=rescored"),
-    wide("training.packing=none", "algorithm=dapo", "algorithm.num_generations=4"),
-    wide("training.packing=prefix", "model.mesh_shape=[[2,2],[fsdp,tp]]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings", ["training.packing=sequences", *(pytest.param(words, marks=pytest.mark.wide) for words in WIDE)]
+)
 def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled, monkeypatch, settings):
     """Prompts of several widths, caches of several sizes, an evaluation in the middle. Later steps take widths that
     the first two did not."""
@@ -104,7 +102,7 @@ def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled
 
     monkeypatch.setattr(engine.Engine, "start_chunk", watched_chunk)
     monkeypatch.setattr(engine, "padded_width", watched_width)
-    train(compose([*TINY, *rows, *settings]), tmp_path / "run")
+    train(compose([*TINY, *rows, *settings.split()]), tmp_path / "run")
     assert at[0] == 6 and by_step[0]
     assert {step: names for step, names in by_step.items() if step > 2} == {}
     assert len(taken["prompts"]) > 1 and len(taken["columns"]) > 1, "one width proves nothing"

@@ -35,12 +35,3 @@ def test_the_table_has_every_cell(fits):
     assert len(rows) == 2 + len(fits.MODELS) * len(fits.WAYS)
     assert {line.count("|") for line in rows} == {len(fits.TARGETS) + 3}
     assert fits.HEAD.splitlines()[-2] in rows
-
-
-def test_what_a_compiler_said_stands_beside_the_formula(fits):
-    peak = 5 * 2**30
-    known = {"gemma3_1b:all:v5e-4": {"mesh": "2x2", "peak_bytes": peak, "fits": True, "seconds": 1}}
-    formula = fits.cell("gemma3_1b", "all", "v5e-4", {})
-    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == f"**5.0***/{formula.split('**')[1]} 2x2"
-    known["gemma3_1b:all:v5e-4"]["mesh"] = "4x1"  # another mesh than the one that is best today
-    assert fits.cell("gemma3_1b", "all", "v5e-4", known) == formula

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,18 +12,11 @@ from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, make_plans, recorded_lengths
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
-from tunix_lite.planning.forecast import (
-    Forecast,
-    PredictedRow,
-    decode_steps,
-    forecast,
-    measured,
-    predicted_against,
-)
-from tunix_lite.planning.hardware import find_target
+from tunix_lite.planning.forecast import Forecast, decode_steps, forecast
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.programs import Compiled
@@ -38,7 +32,7 @@ SMALL = [
 
 
 # Hardware on which a kernel takes as many seconds as it reads bytes, and nothing else takes time.
-SECOND_A_BYTE = replace(find_target("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
+SECOND_A_BYTE = replace(find_machine("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +54,15 @@ def case_of(cfg, *overrides: str) -> ResolvedRun:
     return resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
 
 
-@pytest.mark.parametrize("slots, chunk", [(3, 2)])
-def test_decode_steps_are_nearly_those_of_a_rollout_of_these_lengths(cfg, params, slots, chunk):
+def test_decode_steps_are_nearly_those_of_a_rollout_of_these_lengths(cfg, params):
     """The real rollout is asked for completions of given lengths. Its slots wait for a chunk more now and then."""
     set_mesh(1, 1)
-    rollout = RolloutConfig(num_slots=slots, chunk=chunk)
+    rollout = RolloutConfig(num_slots=3, chunk=2)
     # no token ends a completion, so its limit does
     generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (cfg.vocab_size,), 0, rollout=rollout)
     wanted = np.random.default_rng(3).integers(1, NEW + 1, (5, 4))
     done = generate(params, ragged_prompts(5), jax.random.key(0), 4, limits=wanted.reshape(-1).tolist())
-    assert decode_steps(wanted, slots, chunk) == pytest.approx(done.metrics["rollout/decode_steps"], rel=0.15)
+    assert decode_steps(wanted, 3, 2) == pytest.approx(done.metrics["rollout/decode_steps"], rel=0.15)
 
 
 def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
@@ -114,10 +107,8 @@ def recorded_run(folder):
     (folder / "samples").mkdir(parents=True)
     rows = [{"tokens": [1] * n, "completion": "x"} for n in (2, 4, 9)]
     (folder / "samples" / "step_000004.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = [
-        {"step": i, "time/rollout": 2.0, "time/update": 3.0, "time/step": 6.0, "rollout/prefill_tokens": 50}
-        for i in range(4)
-    ]
+    row = {"train/loss": 0.5, "time/rollout": 2.0, "time/update": 3.0, "time/step": 6.0, "rollout/prefill_tokens": 50}
+    metrics = [{"step": i} | row for i in range(4)]
     metrics[0] |= {"time/update": 90.0, "time/step": 99.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + "{broken\n")
     (folder / "plan.json").write_text(json.dumps({"plans": [{"prompts_of_rollout": 5}]}))
@@ -125,54 +116,49 @@ def recorded_run(folder):
 
 
 def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
-    found = lengths.recorded_lengths(recorded_run(tmp_path / "run"))
+    found = recorded_lengths(recorded_run(tmp_path / "run"))
     assert found.completions == (2, 4, 9) and found.mean_prompt == 10
     prompts, completions = found.draw(3, 50, (8, 6))
     assert prompts.tolist() == [8, 8, 8]
     assert set(completions.reshape(-1).tolist()) == {2, 4, 6}
+    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"lengths_of=.*no samples with tokens"):
-        lengths.recorded_lengths(str(tmp_path))
+        command.plan(compose(SMALL), PlanConfig(lengths_of=str(tmp_path)))
 
 
-def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
-    """The first steps compile and do not count."""
-    took = measured(recorded_run(tmp_path / "run"))
-    seconds = {"prefill": 0.5, "decode": 1.5, "update": 2.4}
-    found = Forecast(seconds, 100, 8, 1, 10, "by decree", "assumed")
-    rows = {row.name: row for row in predicted_against(found, took)}
-    assert rows["rollout"] == PredictedRow("rollout", 2.0, 2.0)
-    assert rows["update"].off == pytest.approx(-0.2)
-    assert rows["step"].measured == 6.0
-    assert rows["step"].off == pytest.approx(4.4 / 6 - 1)
-    assert rows["decode steps"].measured is None
-    with pytest.raises(ConfigError, match=r"verify=.*metrics\.jsonl"):
-        measured(str(tmp_path))
-    file = tmp_path / "run" / "metrics.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
-        measured(str(tmp_path / "run"))
+def test_predicted_stands_against_measured(tmp_path):
+    """The first two steps compile and do not count; off is (predicted - measured) / measured."""
+    folder = recorded_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:4]]
+    rows[3] |= {"memory/peak_gb": 2.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = Forecast({"prefill": 0.5, "decode": 1.5, "update": 2.4}, 100, 8, 1, 10, "by decree", "assumed")
+    found = command.verified(SimpleNamespace(peak_bytes=3e9, forecast=made), folder)
+    assert [line.split() for line in found] == [
+        ["predicted", "measured", "off", "by"],
+        ["memory/peak_gb", "3", "2", "+50%"],
+        ["time/rollout", "2", "2", "+0%"],
+        ["time/update", "2.4", "3", "-20%"],
+        ["time/step", "4.4", "6", "-27%"],
+    ]
+    without = command.verified(SimpleNamespace(peak_bytes=3e9, forecast=None), folder)
+    assert without[1:] == found[1:2]
 
 
 def test_a_run_with_other_settings_is_not_compared(tmp_path):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text("- training.remat=block\n- seed=3\n- project_name=x\n")
-    command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block"])
-    words = [f"verify={folder}", "training.remat=block", "training.max_steps=9", "target=h100", "seed=1"]
-    command.check_same_overrides(str(folder), words)
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan target=h100 training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["target=h100"])
-    # what the run did not have is not taken for a part of it
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["training.remat=block", "training.packing=none"])
-    with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan training\.remat=block$"):
-        command.check_same_overrides(str(folder), ["training.remat=none"])
+    command.check_same_overrides(str(folder), [f"verify={folder}", "training.remat=block", "target=h100", "seed=1"])
+    for other in ([], ["training.remat=block", "training.packing=none"], ["training.remat=none"]):
+        with pytest.raises(ConfigError, match=r"other settings: tunix-lite plan target=h100 training\.remat=block$"):
+            command.check_same_overrides(str(folder), ["target=h100", *other])
 
 
 def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):
     """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch. On hardware where only links between
     nodes take time, a second a byte, what fsdp gathers over two nodes takes it, and what tp sums within one does not."""
-    hardware = find_target("h100").hardware
+    hardware = find_machine("h100").hardware
     case = case_of(cfg, "training.packing=none")
     kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
     programs = PROGRAMS | {"update": replace(PROGRAMS["update"], kernels=(kernel,))}
@@ -196,38 +182,25 @@ def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(c
 
 def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    monkeypatch.setattr(command, "make_plans", lambda *given: with_programs(make_plans(*given)))
 
-    def with_programs(plans):
-        one = replace(plans.plans[0], programs=PROGRAMS)
-        return replace(plans, plans=(one,))
+    def with_programs(*given):
+        plans = make_plans(*given)
+        return replace(plans, plans=(replace(plans.plans[0], programs=PROGRAMS),))
 
     words = ["model=gemma3_1b", "training.max_steps=100"]
     settings = PlanConfig(target="h100x8", analytic=True, out=str(tmp_path))
-    command.plan(compose(words), settings)
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("predicted: a step takes ") for line in lines) == 1
-    assert "by the kernels of the compiled programs on h100, each at its roofline" in "\n".join(lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "make_plans", with_programs)
+        command.plan(compose(words), settings)
+    said = capsys.readouterr().out
+    assert said.count("\npredicted: a step takes ") == 1
+    assert "by the kernels of the compiled programs on h100, each at its roofline" in said
     found = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["forecast"]
     assert found["num_steps"] == 100 and found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
 
-    monkeypatch.undo()
-    monkeypatch.setattr("sys.argv", ["tunix-lite"])
     command.plan(compose(words), settings)
     assert "predicted" not in "\n".join(capsys.readouterr().out.splitlines()[-6:])
     assert "forecast" not in json.loads((tmp_path / "plan.json").read_text())["plans"][0]
-    with pytest.raises(ValueError, match="analytic=true compiles nothing, and time is predicted"):
-        PlanConfig(analytic=True, verify="outputs/mine")
-
-
-def test_a_run_is_compared_with_what_its_programs_are_predicted_to_take(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    folder = recorded_run(tmp_path / "run")
-    monkeypatch.setattr(command.planning, "with_compiled", lambda plan, *_: replace(plan, programs=PROGRAMS))
-    lines = command.verified(compose(SMALL), PlanConfig(verify=folder))
-    assert [line.split()[0] for line in lines[1:4]] == ["rollout", "update", "step"]
-    assert lines[-2].startswith("predicted: by the kernels of the compiled programs on this machine (measured: ")
-    assert lines[-1].startswith("measured: medians of ")
 
 
 def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(tmp_path, monkeypatch, capsys):

@@ -7,21 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import decode_random
+from conftest import decode_random, set_mesh
 
 from tunix_lite.kernels import fused_draw
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.mesh import make_mesh
 
 SIZES = {"num_layers": 1, "embed_dim": 48, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 48}
 SIZES |= {"window": None, "pattern": ("global",), "query_scale": 32}
 # Three pieces of the vocabulary, of which the last is not full.
 CAPPED = Architecture(vocab_size=300, final_softcap=3.0, **SIZES)
 LLAMA = Architecture(vocab_size=300, tied=False, **SIZES)
-
-
-def on_mesh(fsdp: int, tp: int) -> None:
-    jax.set_mesh(make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp]))
 
 
 def row_keys(count: int) -> tuple[jax.Array, jax.Array]:
@@ -40,11 +35,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return above - np.log(np.exp(above).sum(axis=-1, keepdims=True))
 
 
-# ---- the noise
-
-
 @pytest.mark.parametrize("seed", [0, 2**31 + 7])
-@pytest.mark.parametrize("count", [1, 7, 70_000])
+@pytest.mark.parametrize("count", [7, 70_000])
 def test_the_noise_is_that_of_jax(seed, count):
     key = jax.random.fold_in(jax.random.key(seed), 12)
     found = fused_draw.gumbel(tuple(jax.random.key_data(key)), jnp.arange(count, dtype=jnp.uint32))
@@ -52,14 +44,11 @@ def test_the_noise_is_that_of_jax(seed, count):
     np.testing.assert_allclose(found, jax.random.gumbel(key, (count,)), rtol=1e-6, atol=2e-7)
 
 
-# ---- the draw
-
-
 @pytest.mark.parametrize("rows_at_once", [16, 64], ids=["two programs of rows", "one"])
 def test_tokens_and_log_probabilities_are_those_of_sums_in_float64(rows_at_once, monkeypatch):
     """20 rows, a soft cap of 3, and three temperatures; at 0 the best token, with log-probabilities of temperature 1."""
     monkeypatch.setattr(fused_draw, "MOST_ROWS", rows_at_once)
-    on_mesh(1, 1)
+    set_mesh(1, 1)
     rng = np.random.default_rng(0)
     hidden, table = rng.normal(size=(20, 48)).astype(np.float32), rng.normal(0, 0.3, (300, 48)).astype(np.float32)
     keys, positions = row_keys(20)
@@ -77,7 +66,7 @@ def test_tokens_and_log_probabilities_are_those_of_sums_in_float64(rows_at_once,
 def test_the_first_of_equal_tokens_wins_and_the_last_one_stands_for_nan():
     """Tokens 128 to 255, the second piece, have the logit -inf. The others are equal in row 0; in row 1 the best are tokens
     40 and 290, in two pieces. Row 2 has a NaN, and row 3 is best at the last token."""
-    on_mesh(1, 1)
+    set_mesh(1, 1)
     hidden, table = np.zeros((4, 48), np.float32), np.zeros((300, 48), np.float32)
     hidden[:, 3], table[128:256, 3] = 1, -np.inf
     hidden[1, 0], table[[40, 290], 0] = 2, 1
@@ -90,37 +79,27 @@ def test_the_first_of_equal_tokens_wins_and_the_last_one_stands_for_nan():
     np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
 
 
-def assert_same(cfg: Architecture, dtype=jnp.float32) -> None:
-    plain, fused = (decode_random(cfg, dtype, fused=fused) for fused in (False, True))
+def assert_same(cfg: Architecture) -> None:
+    plain, fused = (decode_random(cfg, fused=fused) for fused in (False, True))
     np.testing.assert_array_equal(plain[0], fused[0])
     for one, other in zip(plain[1:], fused[1:], strict=True):
-        # products and attention are kernels, too, which round in bfloat16 where they end
-        np.testing.assert_allclose(one, other, atol=1e-5 if dtype == jnp.float32 else 2e-2)
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_decoding_with_a_head_of_its_own_draws_the_tokens_of_plain_products():
-    on_mesh(1, 1)
+    set_mesh(1, 1)
     assert_same(LLAMA)
 
 
 @pytest.mark.wide
-def test_decoding_with_the_embedding_as_head_in_bfloat16_draws_the_tokens_of_plain_products():
-    on_mesh(1, 1)
-    assert_same(CAPPED, jnp.bfloat16)
-
-
-@pytest.mark.wide
 def test_each_device_draws_for_its_own_slots_from_its_own_part_of_the_vocabulary():
-    on_mesh(2, 2)
+    set_mesh(2, 2)
     assert_same(replace(CAPPED, num_kv_heads=2))
-
-
-# ---- what it is for
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="there Triton itself compiles while lowering")
 def test_as_lowered_for_a_gpu_no_array_has_the_size_of_the_logits():
-    on_mesh(1, 1)
+    set_mesh(1, 1)
     V, D, B = 262_144, 1152, 64
     cfg = replace(CAPPED, vocab_size=V, embed_dim=D)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((B, D), (V, D))]

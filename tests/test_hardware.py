@@ -2,29 +2,21 @@
 
 import importlib.util
 import math
-import re
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import hardware
-from tunix_lite.planning.hardware import HARDWARE, compile_only_devices, find_target, memory_limit, of_device
+from tunix_lite.planning.hardware import HARDWARE, devices_of, find_machine, memory_limit, of_device
 
 NAMES = [  # as typed, hardware, devices
     ("h100", "h100", 1),
     ("h100x8", "h100", 8),
-    ("H200x8", "h200", 8),
     (" a100x2 ", "a100", 2),
     ("h100x16", "h100", 16),
     ("v5e-1", "v5e", 1),
     ("v5e-16", "v5e", 16),
     ("v5litepod-4", "v5e", 4),
-    ("v6e-256", "v6e", 256),
     ("v4-8", "v4", 4),  # cores, two in a device
     ("v5p-64", "v5p", 32),
     ("tpu7x-2", "tpu7x", 2),
@@ -34,7 +26,7 @@ NAMES = [  # as typed, hardware, devices
 
 @pytest.mark.parametrize("text, name, count", NAMES)
 def test_names_say_how_many_devices_of_what(text, name, count):
-    target = find_target(text)
+    target = find_machine(text)
     assert (target.hardware.name, target.num_devices, target.name) == (name, count, text.strip())
 
 
@@ -42,29 +34,25 @@ def test_names_say_how_many_devices_of_what(text, name, count):
     "text, right",
     [
         ("h10x8", "h100x8"),
-        ("b200x8", "h200x8"),
         ("v5-16", "v5e-16"),
-        ("tpu7-16", "tpu7x-16"),
         ("8xh100", "h100x8"),
         ("", "h100x8"),
         ("h100-8", "h100x8"),
         ("h100x0", "h100x1"),
         ("h100x12", "h100x8 or h100x16"),
         ("v5e", "v5e-1"),
-        ("v5ex16", "v5e-16"),
         ("v5e-0", "v5e-1"),
         ("v5e-12", "v5e-8"),
-        ("v5p-100", "v5p-128"),
         ("v4-4", "v4-8"),
     ],
 )
 def test_a_name_of_nothing_is_answered_with_one_that_would_do(text, right):
     with pytest.raises(ValueError) as error:
-        find_target(text)
+        find_machine(text)
     assert right in str(error.value)
     assert repr(text) in str(error.value)
     for name in right.split(" or "):
-        assert find_target(name)
+        assert find_machine(name)
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -72,35 +60,21 @@ def test_slices_and_nodes_are_of_whole_hosts(name):
     part = HARDWARE[name]
     if part.platform == "cuda":
         assert part.node_bandwidth < part.link_bandwidth < part.memory_bandwidth
-    else:
-        assert all(n < part.host_devices or n % part.host_devices == 0 for n in hardware.slice_shapes(part))
-        assert all(
-            math.prod(map(int, s.split("x"))) * part.chip.devices == n for n, s in hardware.slice_shapes(part).items()
-        )
-        assert len(hardware.slice_shapes(part)) == len(part.chip.shapes)
+        return
+    shapes = hardware.slice_shapes(part)
+    assert len(shapes) == len(part.chip.shapes)
+    for n, shape in shapes.items():
+        assert n < part.host_devices or n % part.host_devices == 0
+        assert math.prod(map(int, shape.split("x"))) * part.chip.devices == n
 
 
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("TPU v4", "v4"),
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5", "v5p"),
-        ("TPU v5p", "v5p"),
-        ("TPU v6 lite", "v6e"),
-        ("TPU7x", "tpu7x"),
-    ],
-)
-def test_a_device_is_known_by_what_it_says_it_is(kind, name):
-    assert of_device(SimpleNamespace(device_kind=kind)) is HARDWARE[name]
+KNOWN = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100", "TPU v4": "v4"}
+KNOWN |= {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "TPU v3"])
-def test_what_is_not_in_the_table_is_not_taken_for_its_neighbour(kind):
-    assert of_device(SimpleNamespace(device_kind=kind)) is None
+@pytest.mark.parametrize("kind", [*KNOWN, "cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "TPU v3"])
+def test_a_device_is_known_by_what_it_says_it_is_and_not_taken_for_its_neighbour(kind):
+    assert of_device(SimpleNamespace(device_kind=kind)) is HARDWARE.get(KNOWN.get(kind))
 
 
 def test_the_limit_is_what_the_runtime_says_where_it_says_something():
@@ -112,7 +86,7 @@ def test_the_limit_is_what_the_runtime_says_where_it_says_something():
 def test_without_the_compiler_the_message_says_what_to_install(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ValueError) as error:
-        compile_only_devices(find_target(name))
+        devices_of(find_machine(name))
     assert f"pip install -e '.[{extra}]'" in str(error.value)
 
 
@@ -137,40 +111,11 @@ ALL = ["a100", "h100", "h100x8", "h100x16", "h200x8"] + [
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ALL)
 def test_absent_devices_are_as_many_as_the_name_says_and_say_what_they_are(name):
-    target = find_target(name)
+    target = find_machine(name)
     needs_compiler(target)
-    devices = compile_only_devices(target)
+    devices = devices_of(target)
     assert len(devices) == len(set(devices)) == target.num_devices
     assert of_device(devices[0]) is target.hardware
     hosts = len({device.process_index for device in devices})
     assert hosts == max(1, target.num_devices // target.hardware.host_devices) or (hosts, target.num_devices) == (1, 8)
     assert memory_limit(devices[0]) is None
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(
-    "name", ["h100x2", "h100x16", "a100", "h200", "v4-8", "v5e-1", "v5e-8", "v5p-8", "v6e-4", "tpu7x-8"]
-)
-def test_programs_compile_for_absent_devices_on_our_mesh(name):
-    target = find_target(name)
-    needs_compiler(target)
-    mesh = make_mesh(((-1, 1), ("fsdp", "tp")), compile_only_devices(target))
-    jax.set_mesh(mesh)
-    rows = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp", "tp")))
-    total = jax.jit(lambda x: (x * 2).sum(0), out_shardings=NamedSharding(mesh, P())).lower(rows).compile()
-    assert total.memory_analysis().argument_size_in_bytes >= 32 * 128 * 2 // target.num_devices
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("name", ["v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8"])
-def test_the_memory_of_a_tpu_is_what_its_compiler_says(name):
-    target = find_target(name)
-    needs_compiler(target)
-    mesh = make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(target)[:1])
-    jax.set_mesh(mesh)
-    too_large = jax.ShapeDtypeStruct((2**40,), jnp.int8, sharding=NamedSharding(mesh, P()))
-    with pytest.raises(jax.errors.JaxRuntimeError) as error:
-        jax.jit(lambda x: x + 1).lower(too_large).compile()
-    # Versions of libtpu differ by 0.01 G in what they keep for themselves.
-    available = float(re.search(r"available HBM \(([\d.]+)G\)", str(error.value))[1])
-    assert abs(available - target.hardware.memory_bytes / 2**30) < 0.02

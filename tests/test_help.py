@@ -11,7 +11,6 @@ import pytest
 from tunix_lite import __main__ as entry
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands import program, train
-from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import compose_values
 
@@ -71,10 +70,8 @@ def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):
     assert "max_steps:" not in part and said(monkeypatch, capsys, entry.main, "--help", "optimizer.schedule")[1] == part
     assert "\nseed: 0  # Seed" in out
     # the options of a line are those that are described
-    assert (
-        "  ns_steps: 5  # Number"
-        in said(monkeypatch, capsys, entry.main, "train", "optimizer=muon", "--help", "optimizer")[1]
-    )
+    out = said(monkeypatch, capsys, entry.main, "train", "optimizer=muon", "--help", "optimizer")[1]
+    assert "  ns_steps: 5  # Number" in out
     code, _, err = said(monkeypatch, capsys, entry.main, "--help", "optimiser")
     assert code == 2 and err == "error: --help optimiser: there is no such group of settings\n"
 
@@ -99,12 +96,6 @@ def test_a_word_that_hydra_refuses_is_one_line_with_what_to_write(monkeypatch, c
     assert code == 2 and not out and message in err and err.count("\n") == 1, err
 
 
-def test_a_closed_screen_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    with as_long_as_read():
-        sys.stdout.write("nobody reads it")
-
-
 def test_choices_stand_in_the_help_of_what_has_them():
     from tunix_lite.settings.config import CHOICES
 
@@ -117,23 +108,18 @@ def test_choices_stand_in_the_help_of_what_has_them():
 def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
     for main in (entry.main, program_main):
         code, out, _ = said(monkeypatch, capsys, main, "--version")
-        assert (
-            code == 0 and out.startswith("tunix_lite 0.1.0 (python 3.") and "hydra-core 1.3" in out and "jax 0." in out
-        )
+        assert code == 0 and out.startswith("tunix_lite 0.1.0 (python 3.")
+        assert "hydra-core 1.3" in out and "jax 0." in out
 
 
 @pytest.mark.parametrize(
     "word, message",
     [
         ("trian", "there is no command trian; did you mean tunix-lite train?"),
-        ("exprot", "did you mean tunix-lite export?"),
         ("grpo", "did you mean tunix-lite train algorithm=grpo?"),
-        ("eval", "did you mean tunix-lite evaluate?"),
         # commands that were here
         ("chat outputs/latest", "there is no command chat; did you mean tunix-lite generate outputs/latest?"),
-        ("report a b", "did you mean tunix-lite doctor a b?"),
         ("seed=1", "the command comes first: tunix-lite train seed=1; there is train, launch, "),
-        ("--multirun", "the command comes first: tunix-lite train --multirun"),
         ("banana", "there is no command banana; there is train, launch, "),
     ],
 )

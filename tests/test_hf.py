@@ -10,21 +10,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
+from model_checks import write_model
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
 from tunix_lite.models.architecture import Architecture, RopeScaling
-from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
+from tunix_lite.models.families import FAMILIES, GEMMA3, LLAMA, config_json, read_config
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import num_bytes
+from tunix_lite.settings.compose import compose
 
 CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    hf.save_params(random_params(CFG), CFG, GEMMA3, tmp_path, "F32")
-    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
+    write_model(tmp_path, random_params(CFG), CFG, GEMMA3)
     return tmp_path
 
 
@@ -34,6 +35,11 @@ def test_what_is_written_reads_back_on_any_mesh(folder):
     for shape in ((1, 1), (2, 2), (4, 1)):
         set_mesh(*shape)
         jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), expected)
+    # a file cut short is never half a model
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        hf.load_params(folder, CFG, GEMMA3)
 
 
 def test_each_device_reads_only_its_slice(folder, monkeypatch):
@@ -130,13 +136,6 @@ def test_every_tensor_that_does_not_fit_is_listed(folder):
     assert "shape: model.norm.weight is [17], and should be [16]" in str(error.value)
 
 
-def test_a_file_cut_short_is_never_half_a_model(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
-        hf.load_params(folder, CFG, GEMMA3)
-
-
 def test_folders_without_what_is_needed(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         read_config(tmp_path / "nowhere")
@@ -170,6 +169,33 @@ def test_folders_without_what_is_needed(tmp_path):
 def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):
     (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3) | change))
     with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LISTS = {"rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "model, change, message",
+    [
+        ("ministral3_3b", {"rope_parameters": YARN | {"factor": -1.0}},
+         "yarn: factor, original_max_position_embeddings, beta_slow and attention_factor must be above 0"),
+        ("ministral3_3b", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta=1.0 with yarn; it is above 1"),
+        ("ministral3_3b", {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, "factor=4.0 has no rope_type beside it"),
+        ("llama3.2_1b", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"factor": 8.0}},
+         "factor=8.0 has no rope_type beside it; add that key, which is default, linear or llama3"),
+        ("phi4_mini", {"rope_parameters": LISTS}, "long_factor=.* has no rope_type beside it"),
+        ("phi4_mini", {"rope_parameters": LISTS | {"rope_type": "longrope"}}, "longrope: short_factor has 1 numbers, and long_factor 2"),
+        ("qwen2.5_0.5b", {"use_sliding_window": "x"}, "use_sliding_window='x'; it is true or false"),
+        ("qwen2.5_0.5b", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers='x'; it is a finite int"),
+        ("gemma4_e2b", {"num_global_key_value_heads": 3}, "num_global_key_value_heads=3 beside attention_k_eq_v=false"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_would_do_nothing_is_refused_in_the_words_of_config_json(tmp_path, model, change, message):
+    found = compose([f"model={model}", "model.weights=random"]).model
+    (tmp_path / "config.json").write_text(json.dumps(config_json(found.architecture, FAMILIES[found.family]) | change))
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
         read_config(tmp_path)
 
 

@@ -16,7 +16,7 @@ from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
-from tunix_lite.settings.hints import foreign_words, translated
+from tunix_lite.settings.hints import foreign_words
 
 ROOT = Path(__file__).parents[1]
 WORDS, FAMILIES = foreign_words()
@@ -146,12 +146,6 @@ def test_several_flags_become_one_line_and_what_has_none_is_explained():
         "optimizer.learning_rate=1e-5 'model.mesh_shape=[[-1,2],[fsdp,tp]]'; --fp16: float16 is not supported; "
         "training.mixed_precision=bf16 is the type of 16 bits here; --nonsense: there is no such setting"
     )
-
-
-def test_families_of_names_are_explained_and_never_translated():
-    for start in FAMILIES:
-        hint = translated(f"{start}something", 1)
-        assert hint is not None and not hint.overrides
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pickle
 import shlex
 import shutil
 import struct
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -52,7 +51,7 @@ from tunix_lite.runs.fingerprint import fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings import compose as composing
-from tunix_lite.settings.config import ResumeConfig, RunConfig, build
+from tunix_lite.settings.config import ResumeConfig, build
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tracking.checkpoint import _LATER, Checkpoints
 from tunix_lite.tracking.rows import check_rows, read_rows
@@ -141,12 +140,8 @@ def is_refused(act, *words: str) -> None:
 # ---- files: each of these in place of a file that is read
 
 
-def a_pipe(file: Path) -> None:
-    os.mkfifo(file)
-
-
 FILES_THAT_ARE_NONE = {
-    "a pipe": a_pipe,
+    "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
     "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
     "100,000 brackets": lambda file: file.write_text(DEEP),
@@ -253,13 +248,12 @@ WRONG_SETTINGS = {
     "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
     "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
-    "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
     "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "of regular expressions it takes names"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
     "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
     "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
-    "seed that is text": ("../seed", "0", "seed is '0'"),
     "model that is a list": ("..", [], "model is []"),
+    "a kind of layer": ("architecture", {"pattern": ["hostile_plug.KIND"]}, "pattern names 'hostile_plug.KIND', and a folder"),
 }  # fmt: skip
 
 
@@ -280,19 +274,9 @@ def test_wrong_settings_in_a_runs_folder_are_refused_with_the_file(name, good, t
 
 def test_a_size_that_the_machine_cannot_hold_is_refused_before_anything_is_made(good, tmp_path, canary):
     run = shutil.copytree(good / "run", tmp_path / "run")
-    settings_with(run, "weights", "random", canary)
-    settings_with(run, "architecture.vocab_size", 2**26, canary)
-    settings_with(run, "architecture.embed_dim", 2**20, canary)
+    for key, value in {"weights": "random", "architecture.vocab_size": 2**26, "architecture.embed_dim": 2**20}.items():
+        settings_with(run, key, value, canary)
     is_refused(lambda: load(run), "model: its weights take", "GB")  # 2^46 x 4 bytes
-
-
-def test_a_kind_of_layer_that_a_folder_names_is_not_imported(good, tmp_path, canary):
-    run = shutil.copytree(good / "run", tmp_path / "run")
-    settings_with(run, "architecture", {"pattern": ["hostile_plug.KIND"]}, canary)
-    line = "model.architecture.pattern names 'hostile_plug.KIND', and a folder may not choose what is imported"
-    is_refused(lambda: load(run), line)
-    is_refused(lambda: of_run(run), line)
-    assert "hostile_plug" not in sys.modules
 
 
 def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good, tmp_path, canary, monkeypatch):
@@ -312,7 +296,6 @@ def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good
 
 COMMANDS = {
     "generate": (generate.main, ["prompt=hi"]),
-    "chat": (generate.main, []),
     "export": (export.main, ["out=exported"]),
     "evaluate": (evaluate.main, ["evaluate.num_examples=1", "out=exported"]),
 }
@@ -411,17 +394,10 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "model_type clears the screen": (config(model_type="\x1b[2J\n\x07"), ("config.json: model_type is '\\x1b[2J",)),
     "10^9 layers": (config(num_hidden_layers=10**9), ("num_hidden_layers=1000000000; it is at most 1,024",)),
     "1,024 layers": (config(num_hidden_layers=1024), ("missing: model.layers.2.", "more")),
-    "layers that are NaN": (config(num_hidden_layers=float("nan")), ("num_hidden_layers=nan",)),
-    "layers of 4,000 digits": (config(num_hidden_layers=10**4000), ("num_hidden_layers=1000",)),
     "a vocabulary of 10^15": (config(vocab_size=10**15), ("vocab_size=1000000000000000 is beyond",)),
-    "a vocabulary that the file has not": (config(vocab_size=10**7), ("shape: model.embed_tokens.weight",)),
-    "rope_theta of 4,000 digits": (config(rope_parameters={"rope_type": "default", "rope_theta": 10**4000}),
-                                   ("rope_theta=1000",)),
     "rope_parameters is a target": (config(rope_parameters={"_target_": "hostile_plug.Plug"}), ("'rope_theta'",)),
     "eos beyond everything": (lambda f: change_json(f / "generation_config.json", eos_token_id=10**12), ("token 1000",)),
     "a template that is a number": (template(5), ("chat template", "tokenizer_config.json is 5")),
-    "names that are objects": (template([{"name": {}, "template": "x"}]), ("tokenizer_config.json: chat_template=[{",)),
-    "a template in the third file": (template({"a": 1}, "chat_template.json"), ("chat_template.json is {'a': 1}",)),
     "5,000 parentheses": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), ("json cannot be compiled",)),
     "a template of 2 MB": (template("x" * 2_000_000), ("up to 1,048,576 characters",)),
     "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}"),
@@ -432,23 +408,16 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
-    "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
-    "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
-    "no header": (lambda f: (f / hf.SINGLE).write_bytes(b"\1"), ("is damaged or cut short",)),
     "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
-    "weights that are a pipe": (lambda f: put_in(f, hf.SINGLE, "a pipe"), ("has no weights",)),
     "a pickle alone": (only_a_pickle, ("has no weights",)),
     "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
     "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
     "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
     "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
-    "whole numbers": (tensors(one([16], dtype="I32")), ("dtype: model.norm.weight is I32",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
     "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
     "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
-    "an index of numbers": (index({"a": 5}), ("a is said to be in 5",)),
-    "an index that is a list": (index([["a", "b"]]), ("weight_map=[[",)),
     "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("holds weights twice",)),
     "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
 }  # fmt: skip
@@ -489,10 +458,8 @@ TEMPLATES = {
     "a large text": ("{{ 'a' * 17 * 10**6 }}", "16,777,216 are the most"),
     "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
     "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
-    "the class": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
     "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
     "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
-    "divides by zero": ("{{ 1 // 0 }}", "fails in line 1"),
 }
 
 
@@ -587,13 +554,9 @@ ADAPTERS = {
     "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
     "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
     "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
-    "rank true": (adapter(r=True), ("r=True",)),
     "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
-    "alpha of 4,000 digits": (adapter(lora_alpha=10**4000), ("lora_alpha=1000",)),
     "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
-    "a key with escape codes": (adapter(**{"\x1b[2J": 1}), ("\\x1b[2J=1 is not supported",)),
     "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
-    "tensors that are a pipe": (lambda f: put_in(f, peft.TENSORS, "a pipe"), ("has no adapter_model.safetensors",)),
     "tensors of another model": (lambda f: save_file({"x": np.ones(2, np.float32)}, f / peft.TENSORS), ("no adapter of",)),
 }  # fmt: skip
 
@@ -605,11 +568,7 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
     change(folder)
     found = ModelConfig(weights=str(good / "model"), lora=LoraConfig(adapter=str(folder)))
     if words:
-        is_refused(
-            lambda: source.locate(found),
-            f"model.lora: adapter: {'the tensors in ' * (words[0] == 'the tensors in')}{folder}",
-            *words,
-        )
+        is_refused(lambda: source.locate(found), f"model.lora: adapter: {folder}", *words)
     else:
         assert within_seconds(lambda: source.locate(found)).lora.rank == 2
 
@@ -626,16 +585,22 @@ YAML = {
 
 
 @pytest.mark.parametrize("kind", [*FILES_THAT_ARE_NONE, *YAML])
-def test_settings_that_are_none_are_named_by_the_doctor(kind, tmp_path, canary):
-    folder = tmp_path / "run"
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    config = tmp_path / ".hydra" / "config.yaml"
     if kind in YAML:
-        (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
+        config.write_text(YAML[kind])
     else:
-        put_in(folder / ".hydra", "config.yaml", kind)
-    lines = within_seconds(lambda: doctor_says(folder))
-    assert all(line.isprintable() for line in lines)
+        others = ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json")
+        for name in (".hydra/config.yaml", *others):
+            put_in(tmp_path, name, kind)
+    said = within_seconds(lambda: doctor_says(tmp_path))
+    assert any("not read: " in line for line in said) and all(line.isprintable() for line in said)
+    if kind in FILES_THAT_ARE_NONE:
+        put_in(tmp_path, "metrics.jsonl", kind)
+        within_seconds(lambda: doctor_says(tmp_path))
 
 
 def doctor_says(folder: Path) -> list[str]:
@@ -643,30 +608,6 @@ def doctor_says(folder: Path) -> list[str]:
     evidence = read_evidence(folder)
     json.dumps([vars(finding) for finding in diagnose(evidence)])
     return [escaped(line, 1000) for line in doctor.finding_lines(evidence, diagnose(evidence))]
-
-
-@pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
-def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
-    (tmp_path / "samples").mkdir()
-    for name in ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json"):
-        put_in(tmp_path, name, kind)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
-    said = within_seconds(lambda: doctor_says(tmp_path))
-    assert any("not read: " in line for line in said)
-    put_in(tmp_path, "metrics.jsonl", kind)
-    within_seconds(lambda: doctor_says(tmp_path))
-
-
-def test_the_doctor_shows_nothing_of_a_text_that_acts_on_a_terminal(tmp_path):
-    row = {"prompt": "\x1b[2J", "completion": "\x1b]0;owned\x07" * 9, "reward": 0.0, "correct": False}
-    row |= {"extracted": None, "advantage": 0.0, "finish_reason": "\u202e", "group": 0}
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step_000001.jsonl").write_text((json.dumps(row) + "\n") * 16)
-    steps = [{"step": i, "train/loss": 0.0, "reward/\x1b[2J": 1.0, "rewards/errors": 9} for i in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (tmp_path / "status.json").write_text(json.dumps({"status": "failed", "error": "\x1b[2J\n\x07"}))
-    said = doctor_says(tmp_path)
-    assert len(said) > 3 and all(line.isprintable() for line in said)
 
 
 def test_a_line_without_an_end_is_given_up(tmp_path):
@@ -812,29 +753,21 @@ def test_a_checkpoint_is_read_from_files_only(name, good, tmp_path):
     assert Checkpoints(folder).whole_steps() in ([], [1])
 
 
-@pytest.fixture(scope="module")
-def training(good) -> RunConfig:
-    run = composing.compose(["algorithm=sft", "training.prompts_per_step=2", "evaluation.num_examples=0",
-                           "generation.max_new_tokens=64", "generation.max_prompt_length=64",
-                           "training.save_interval_steps=0", 'model.mesh_shape=[[4,1],["fsdp","tp"]]',
-                           "training.prompts_per_step=4", f"model.weights={good / 'model'}"])  # fmt: skip
-    return run
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"algorithm": {"_target_": "hostile_plug.Plug"}},
         {"task": {"source": {"_target_": "subprocess.Popen", "args": "touch CANARY", "shell": True}}},
-        {"model": {"lora": {"_target_": "hostile_plug.Plug"}}},
         {"model": {"architecture": [[[]]]}},
         {"\x1b[2J": 1},
         {"seed": 10**4000},
     ],
 )
-def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, training, tmp_path, canary, monkeypatch):
+def test_a_strangers_fingerprint_is_compared_and_nothing_more(change, good, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(good / "run", tmp_path / "run")
+    sizes = ["generation.max_new_tokens=64", "generation.max_prompt_length=64", "training.prompts_per_step=4"]
+    words = [*sizes, "algorithm=sft", "evaluation.num_examples=0", "model.mesh_shape=[[4,1],[fsdp,tp]]"]
+    training = composing.compose([*words, f"model.weights={good / 'model'}"])
     ours = fingerprint(training, source.download(source.locate(training.model)), 4)
     (run / "fingerprint.json").write_text(json.dumps(json.loads(json.dumps(ours)) | change))
     resumed = replace(training, resume=ResumeConfig(str(run)))
@@ -884,36 +817,3 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
     run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
     run.training = SimpleNamespace(max_steps=8)
     np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 4), {"train/loss": 0.5, "none": math.nan})
-
-
-# ---- export
-
-
-# ---- through the real command line
-
-REAL = {
-    "generate": ["generate", "checkpoint=RUN", "prompt=hi"],
-    "train": ["train", "model.weights=MODEL"],
-}
-
-
-@pytest.mark.parametrize("name", ["generate", pytest.param("train", marks=pytest.mark.wide)])
-def test_the_real_command_line_refuses_in_one_line(name, good, tmp_path, canary):
-    run, model = (shutil.copytree(good / kind, tmp_path / kind) for kind in ("run", "model"))
-    settings_with(run, "architecture", "POPEN", canary)
-    template(LOOP)(model)
-    words = [word.replace("RUN", str(run)).replace("MODEL", str(model)) for word in REAL[name]]
-    done = subprocess.run(
-        [sys.executable, "-m", "tunix_lite", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'path'}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert (
-        "model.json: model.architecture._target_" if name == "generate" else "takes more than 1 second"
-    ) in done.stderr
-    assert not (tmp_path / "outputs").exists()

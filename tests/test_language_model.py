@@ -1,10 +1,11 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
 import hashlib
+import io
 import json
-import re
 import shutil
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,9 +15,7 @@ from conftest import logits_of
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
-from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.models import hf
@@ -29,6 +28,7 @@ from tunix_lite.settings.compose import compose_values
 from tunix_lite.settings.config import build
 
 SHORT = GenerationConfig(64, 12)
+GREEDY = replace(SHORT, temperature=0.0)
 QUESTIONS = ["What is 1 + 2?", "What is 12 + 7 - 3 + 5?", "What is 9 - 4?"]
 TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.num_generations=2",
             "generation.max_new_tokens=4", "evaluation.num_examples=0", "tracking.tensorboard=false",
@@ -45,18 +45,13 @@ TINY = None  # a folder with such a model and the bundled tokenizer: it says not
 def tiny(tmp_path_factory):
     global TINY
     TINY = tmp_path_factory.mktemp("models") / "tiny"
-    export(load(compose([*SMALL, "model.mesh_shape=[[4,1],[fsdp,tp]]"])), TINY)
+    export(load(compose([*SMALL, "model.mesh_shape=[[1,1],[fsdp,tp]]"])), TINY)
     return TINY
 
 
 def one(model=None, **more):
     """On one device: programs of several are compiled again by each test."""
     return load(model or TINY, mesh_shape=[[1, 1], ["fsdp", "tp"]], **more)
-
-
-@pytest.fixture(scope="module")
-def on_four(tiny):
-    return load(tiny, mesh_shape=[[4, 1], ["fsdp", "tp"]])
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +69,20 @@ def adapted(tiny, tmp_path_factory):
     return folder, train(compose([*TRAINING, f"model.weights={tiny}", *ADAPTERS]), folder)
 
 
-def test_completions_do_not_depend_on_what_is_asked_beside_them(model):
+def test_completions_do_not_depend_on_what_is_asked_beside_them_and_a_stream_is_one_in_pieces(model):
     together = model.generate(QUESTIONS, SHORT, num_generations=2, seed=3)
     in_parts = model.generate(QUESTIONS, SHORT, num_generations=2, seed=3, batch_size=2)
     assert [c.tokens for c in together] == [c.tokens for c in in_parts]
     assert [c.prompt for c in together] == [0, 0, 1, 1, 2, 2]
     assert [c.tokens for c in model.generate(QUESTIONS[0], SHORT, 2, seed=3)] == [c.tokens for c in together[:2]]
     assert len({tuple(c.tokens) for c in together}) > 3
+    pieces = list(model.stream(QUESTIONS[1], SHORT, seed=3))
+    assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
 
 
-@pytest.mark.parametrize("seed", [2**32, -1, 2**63, 1.0, True])
+@pytest.mark.parametrize("seed", [2**32, True])
 def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
-    """jax.random.key drops the bits above: 2**32 + 1 drew what 1 draws, and 2**63 was an OverflowError."""
+    """jax.random.key drops the bits above."""
     words = rf"seed={seed}; a seed is a whole number from 0 to 4294967295 \(2\*\*32-1\)"
     with pytest.raises(ValueError, match=words):
         model.generate(QUESTIONS[0], SHORT, seed=seed)
@@ -93,12 +90,6 @@ def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
         next(model.stream(QUESTIONS[0], SHORT, seed=seed))
     with pytest.raises(ConfigError, match=words):
         open_model(ModelConfig(weights=str(TINY)), None, None, "fp32", seed)
-
-
-def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model, on_four):
-    disable_compilation_cache()  # conftest turns it on before each test, and one of the models has several devices
-    pieces = list(on_four.stream(QUESTIONS[1], SHORT, seed=3))
-    assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
 
 
 def test_scores_are_those_of_the_tokens_that_were_said():
@@ -119,23 +110,12 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
     run = compose(["generation.max_prompt_length=64", "generation.max_new_tokens=12"])
     scores = evaluate_model(model, run, EvaluateTaskConfig(num_examples=4))
     examples = [run.task.source.held_out[i] for i in range(4)]
-    greedy = GenerationConfig(64, 12, temperature=0.0)
-    said = model.generate([f"What is {example['question']}?" for example in examples], greedy)
+    said = model.generate([f"What is {example['question']}?" for example in examples], GREEDY)
     right = [correct(completion.text, example) for completion, example in zip(said, examples)]
     assert scores["accuracy"].value == np.mean(right)
     assert scores["length"].value == np.mean([len(completion.tokens) for completion in said])
     with pytest.raises(ConfigError, match="of the command"):
         evaluate_model(model, run, EvaluateTaskConfig(against="bundled"))
-
-
-def test_an_evaluation_says_how_far_it_is_and_writes_every_completion(tiny, tmp_path, monkeypatch, capsys):
-    overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", "evaluate.num_samples=2"]
-    run_command(evaluate_command, [*overrides, "rollout.num_slots=2"], monkeypatch)
-    text = (tmp_path / "out" / "model.arithmetic.jsonl").read_text()
-    whole = [json.loads(line) for line in text.splitlines()]
-    assert [row["sampled"] for row in whole] == [False] * 4 + [True] * 8
-    said = capsys.readouterr().err
-    assert re.search(r"sampled 12 completions in \d+ s", said)
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted):
@@ -148,26 +128,9 @@ def test_a_run_is_loaded_as_it_was_trained(adapted):
         np.testing.assert_array_equal(there[path].b, b)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model": "/nowhere"}, "model.weights: /nowhere is not a folder"),
-        ({"model": "bundled", "step": 3}, "step=3: only a run has checkpoints"),
-        ({"dtype": "fp8"}, "dtype='fp8'; it is one of fp32, bf16"),
-    ],
-)
-def test_what_cannot_be_loaded(change, message):
-    with pytest.raises(ConfigError, match=message):
-        load(**change)
-
-
-@pytest.mark.parametrize(
-    "given, temperature",
-    [([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7), (["generation.temperature=1"], 1)],
-)
-def test_generate_gives_the_likeliest_completion_where_one_is_asked_for(given, temperature):
-    values = compose_values(given, of=("+command=generate",))
-    assert values["generation"]["temperature"] == temperature
+def test_generate_gives_the_likeliest_completion_where_one_is_asked_for():
+    for given, temperature in ([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7):
+        assert compose_values(given, of=("+command=generate",))["generation"]["temperature"] == temperature
 
 
 # ---- export
@@ -199,8 +162,8 @@ def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolera
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in (tmp_path / "out").iterdir()), "others serve it"
 
 
-def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
-    export(one(), tmp_path / "out")
+def test_a_model_that_was_not_trained_comes_out_bit_for_bit(model, tmp_path):
+    export(model, tmp_path / "out")
     cfg, family = read_config(TINY)
     assert read_config(tmp_path / "out") == (cfg, family)
     before, after = hf.Tensors(TINY), hf.Tensors(tmp_path / "out")
@@ -208,7 +171,7 @@ def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
         whole = tuple(slice(None) for _ in before.shape(name))
         assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes()
     asked = locate(ModelConfig(weights=str(tmp_path / "out"))).tokenizer
-    assert asked.prompt("1 + 1") == one().tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
+    assert asked.prompt("1 + 1") == model.tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
 
 
 def test_a_template_of_a_file_and_every_end_of_a_completion_are_exported(tmp_path):
@@ -244,13 +207,8 @@ def test_another_text_or_variable_of_the_template_is_another_run(tmp_path):
     for x, said in (("high", "template.x: 'high' here, 'low' there"), ("low", "")):
         other = kept("{{ messages }}{{ x }}", f"model.template.x={x}")
         assert "; ".join(map(": ".join, differences(other, theirs))) == said
-    with pytest.raises(
-        ValueError, match="this is not the run in old: chat_template: '.*' here, '.*' there. resume.force"
-    ):
+    with pytest.raises(ValueError, match="not the run in old: chat_template: '.*' here, '.*' there. resume.force"):
         check_same_run(kept("{{ messages }}"), ours, "old", force=False)
-    # runs of before did not write it down
-    before = {name: value for name, value in ours.items() if name != "chat_template"}
-    assert check_same_run(ours, before, "old", False) == f"chat_template: '{ours['chat_template']}' here, None there"
 
 
 def test_a_run_is_loaded_with_the_template_that_it_began_with(adapted, tmp_path):
@@ -267,7 +225,7 @@ def test_a_run_is_loaded_with_the_template_that_it_began_with(adapted, tmp_path)
     assert tokenizer.prompt("hi")[-1:] == tokenizer.encode("5")
 
 
-def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):
+def test_an_export_that_reads_back_wrongly_is_not_kept(model, tmp_path, monkeypatch):
     original = hf.save_params
 
     def damaged(params, *rest):
@@ -275,35 +233,32 @@ def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(exporting.hf, "save_params", damaged)
     with pytest.raises(ConfigError, match="read back, gives other scores.*Nothing was kept"):
-        export(one(), tmp_path / "out")
+        export(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"kind": "lora"}, "kind='lora'; it is auto, full, merged, adapter"),
         ({"kind": "adapter"}, "kind=adapter: the model has no adapters; give full"),
-        ({"dtype": "int8"}, "dtype='int8'; it is one of bf16, fp16, fp32"),
         ({"out": "full"}, "exists and is not empty; give another folder, or overwrite=true"),
         ({"out": "full", "overwrite": True}, "was not written by export .*so it is not replaced"),
-        ({"out": "full/a_file/out"}, "a_file is a file; give a folder"),
     ],
 )
-def test_exports_that_cannot_be(tmp_path, settings, message):
+def test_exports_that_cannot_be(model, tmp_path, settings, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a_file").write_text("mine")
     settings["out"] = tmp_path / settings.get("out", "new")
     with pytest.raises(ConfigError, match=message):
-        export(one(), **settings)
+        export(model, **settings)
     assert (tmp_path / "full" / "a_file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_overwriting_replaces_only_what_export_wrote(tmp_path):
-    export(one(), tmp_path / "out")
+def test_overwriting_replaces_only_what_export_wrote(model, tmp_path):
+    export(model, tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("old")
     (tmp_path / ".out.mine").mkdir()
-    export(one(), tmp_path / "out", overwrite=True)
+    export(model, tmp_path / "out", overwrite=True)
     assert "tunix_lite" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / ".out.mine").is_dir()
     stands_on = one(ModelConfig(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
     with pytest.raises(ConfigError, match="is the folder of the base that the model is made from"):
@@ -325,7 +280,6 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     overrides = [f"prompts={tmp_path}/asked.jsonl", "num_generations=2", f"out={tmp_path}/said.jsonl"]
     run_command(generate_command, overrides, monkeypatch)
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["asked.jsonl", "said.jsonl"]
     keys = "prompt generation text tokens logprobs full_logprobs finish_reason seconds"
     assert all(list(row) == keys.split() for row in said), "users read these files: their keys stay"
     assert [row["prompt"] for row in said] == [QUESTIONS[0]] * 2 + [lines[1]["messages"]] * 2
@@ -335,19 +289,9 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     assert "exists; give another file, or overwrite=true" in capsys.readouterr().err
 
 
-def test_generate_streams_one_prompt_of_a_run(adapted, monkeypatch, capsys):
-    overrides = [f"checkpoint={adapted[0]}", f"prompt='{QUESTIONS[0]}'", "generation.temperature=0"]
-    run_command(generate_command, overrides, monkeypatch)
-    expected = one(adapted[0]).generate(QUESTIONS[0], GenerationConfig(64, 8, temperature=0.0))[0].text
-    assert capsys.readouterr().out == expected + "\n"
-
-
 def test_chat_remembers_what_was_said(monkeypatch, capsys):
-    import io
-
-    monkeypatch.setattr(
-        sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\nexit\nnot asked")
-    )
+    typed = f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\nexit\nnot asked"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     run_command(generate_command, ["generation.temperature=0"], monkeypatch)
     captured = capsys.readouterr()
     first, second, third = captured.out.splitlines()
@@ -363,13 +307,9 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
     "command, overrides, message",
     [
         ("generate", ["out=a"], "error: give prompt='...' or prompts=FILE, one of the two"),
-        ("generate", ["prompts=missing.jsonl"], "prompts=missing.jsonl is not a file"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
         ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
-        ("generate", ["promt=a"], "promt: there is no such setting; did you mean 'task.prompt' or 'prompt'?"),
-        ("generate", ["prompt=a", "model.weights=nowhere"], "model.weights: nowhere is not a folder"),
         ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
-        ("generate", ["step=3"], "error: step= needs a run"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):
@@ -382,11 +322,9 @@ def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsy
     assert len(err.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
+def test_prompts_are_taken_as_they_stand(model, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        generate_command, "open_chosen_model", lambda run, settings: seen.append(settings.prompt) or one()
-    )
+    monkeypatch.setattr(generate_command, "open_chosen_model", lambda _, how: seen.append(how.prompt) or model)
     for said in ("prompt=12", "prompt=What is 1, 2?", "prompt='{quoted}'"):
         run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
     assert seen == ["12", "What is 1, 2?", "{quoted}"]
@@ -396,10 +334,7 @@ def test_prompts_are_taken_as_they_stand(tmp_path, monkeypatch):
     lines.write_text('{"prompt": "3", "max_new_tokens": 6}\n')
     with pytest.raises(ConfigError, match="line 1: max_new_tokens=6; it is 1 to generation.max_new_tokens=5"):
         generate_command.read_prompts(lines, 5)
-    for text, says in [
-        (b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"),
-        (b"[" * 100_000, "line 1: nested too deep"),
-    ]:
+    for text, says in ((b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"), (b"[" * 100_000, "line 1: nested too deep")):
         lines.write_bytes(text)
         with pytest.raises(ConfigError, match=f"prompts=.*asked.jsonl, {says}"):
             generate_command.read_prompts(lines, 5)
@@ -412,10 +347,9 @@ def test_what_a_model_says_acts_on_no_terminal_and_is_itself_in_a_file(monkeypat
 
 
 def test_limits_of_prompts_and_prompts_that_are_dropped(model):
-    greedy = GenerationConfig(64, 6, temperature=0.0)
-    short, long = model.generate(QUESTIONS[:2], greedy, max_new_tokens=[2, 6])
+    short, long = model.generate(QUESTIONS[:2], GREEDY, max_new_tokens=[2, 6])
     assert len(short.tokens) == 2 and short.finish_reason == "length" and len(long.tokens) > 2
     width = len(model.tokenizer.prompt("1"))
-    kept = model.generate([QUESTIONS[0], "1"], GenerationConfig(width, 6, temperature=0.0, long_prompts="drop"))
+    kept = model.generate([QUESTIONS[0], "1"], GenerationConfig(width, 6, long_prompts="drop"))
     assert [c.prompt for c in kept] == [1]
     assert len(model.generate([QUESTIONS[0], "1"], GenerationConfig(width, 6, long_prompts="truncate"))) == 2

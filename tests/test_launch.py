@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from tunix_lite.distributed.process_place import (
     ProcessPlace,
     find_place,
 )
-from tunix_lite.settings.compose import compose, conf_dir
+from tunix_lite.settings.compose import compose
 
 CHILD = """
 import json, os, pathlib, signal, sys, time
@@ -50,15 +49,6 @@ class Launched:
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(call, cwd=folder, env=environment, **pipes)
-
-    def starts(self, rank: int) -> list[str]:
-        file = self.folder / f"started{rank}"
-        return file.read_text().splitlines() if file.exists() else []
-
-    def wait_for(self, *ranks: int) -> None:
-        while not all(self.starts(rank) for rank in ranks):
-            assert time.monotonic() < self.began + SOON
-            time.sleep(0.02)
 
     def end(self) -> tuple[int, str, str]:
         try:
@@ -91,30 +81,20 @@ def test_one_that_fails_is_named_with_its_last_lines_and_the_others_are_gone(tmp
     assert time.monotonic() - run.began < SOON
 
 
-def test_one_that_is_killed_is_the_culprit_though_its_peers_abort_because_of_it(tmp_path):
-    body = """
-if rank == "1": os.kill(os.getpid(), signal.SIGKILL)
-while not (folder / "started1").exists(): time.sleep(0.01)
-time.sleep(0.02)
-print("mine", file=sys.stderr)
-os.abort()
-"""
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "while not (folder / 'started1').exists(): time.sleep(0.01)\n    time.sleep(0.4); os.abort()",
+        # The kernel closes the connections of a killed process before its parent can see that it has ended.
+        f"print({LOST_A_PEER!r}, file=sys.stderr); sys.exit(1)",
+    ],
+    ids=["aborts", "has lost it"],
+)
+def test_one_that_is_killed_is_the_culprit_though_its_peer_ends_because_of_it(peer, tmp_path):
+    body = f"if rank == '0':\n    {peer}\ntime.sleep(0.3)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
     assert code == 128 + signal.SIGKILL
     assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in err
-    (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
-    assert ("mine" in err) == ("mine" in log.read_text())  # unless it was ended before it came so far
-
-
-def test_one_that_ends_a_moment_after_its_peer_has_lost_it_is_the_culprit(tmp_path):
-    """The kernel closes the connections of a killed process before its parent can see that it has ended."""
-    body = f"""
-if rank == "0": print({LOST_A_PEER!r}, file=sys.stderr); sys.exit(1)
-time.sleep(0.3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
-    assert code == 128 + signal.SIGKILL and "launch: process 1 was ended by SIGKILL" in err
 
 
 def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
@@ -146,19 +126,18 @@ if rank == "1" and (folder / "started1").read_text().count("\\n") < 3: sys.exit(
     assert code == 3
 
 
-def test_the_clock_of_a_job_is_that_of_its_launcher_or_of_its_script_and_a_restart_sets_it_not_anew(
-    tmp_path, monkeypatch
-):
+def test_a_restart_does_not_set_the_clock_of_a_job_anew(tmp_path, monkeypatch):
+    """It is that of the launcher, or of the script that started it."""
     body = """
 with (folder / f"clock{rank}").open("a") as file:
     file.write(os.environ["TUNIX_LITE_STARTED"] + "\\n")
-if rank == "0" and (folder / "clock0").read_text().count("\\n") < 2: sys.exit(1)
+if (folder / "clock0").read_text().count("\\n") < 2: sys.exit(1)
 """
     monkeypatch.delenv("TUNIX_LITE_STARTED", raising=False)
     before = time.time()
-    assert Launched(tmp_path, body, "--nprocs=2", max_restarts=2).end()[0] == 0
-    said = [line for rank in (0, 1) for line in (tmp_path / f"clock{rank}").read_text().splitlines()]
-    assert len(said) >= 3 and len(set(said)) == 1 and before < float(said[0]) < time.time()
+    assert Launched(tmp_path, body, max_restarts=2).end()[0] == 0
+    first, second = (tmp_path / "clock0").read_text().splitlines()
+    assert first == second and before < float(first) < time.time()
     monkeypatch.setenv("TUNIX_LITE_STARTED", "1700000000")
     (tmp_path / "clock0").unlink()
     assert Launched(tmp_path, body, max_restarts=2).end()[0] == 0
@@ -169,7 +148,7 @@ def test_wrong_settings_are_not_tried_again_and_leave_nothing(tmp_path):
     body = "\nwhile not (folder / 'started0').exists(): time.sleep(0.01)\nsys.exit(2)"
     run = Launched(tmp_path, body, "--nprocs=2", max_restarts=5)
     code, *_ = run.end()
-    assert code == 2 and len(run.starts(0)) == 1
+    assert code == 2 and len((tmp_path / "started0").read_text().splitlines()) == 1
     assert not (tmp_path / "outputs").exists()
     wrote = "\npath = pathlib.Path(sys.argv[2].partition('=')[2])\n(path / 'train.log').touch()\nsys.exit(2)"
     assert Launched(tmp_path, wrote, max_restarts=5).end()[0] == 2
@@ -191,24 +170,18 @@ def wait_until_ready(run: Launched) -> None:
         time.sleep(0.02)
 
 
-def test_a_signal_is_handed_on_and_all_stop_by_themselves(tmp_path):
-    run = Launched(tmp_path, STOPS, "--nprocs=2", max_restarts=3)
-    wait_until_ready(run)
-    run.process.send_signal(signal.SIGTERM)
-    code, out, err = run.end()
-    assert (code, out, err) == (0, "here is 0\nstopping\n", "")
-
-
-def test_a_run_that_ctrl_c_stopped_well_is_not_taken_for_a_whole_one(tmp_path):
+@pytest.mark.parametrize("stop, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_is_handed_on_and_all_stop_by_themselves(stop, code, tmp_path):
+    """A run that Ctrl-C stopped well is not taken for a whole one."""
     # what a shell runs in its background ignores Ctrl-C, and so would the launcher
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        run = Launched(tmp_path, STOPS.replace("SIGTERM", "SIGINT"), "--nprocs=2")
+        run = Launched(tmp_path, STOPS.replace("SIGTERM", stop.name), "--nprocs=2", max_restarts=3)
     finally:
         signal.signal(signal.SIGINT, before)
     wait_until_ready(run)
-    run.process.send_signal(signal.SIGINT)
-    assert run.end() == (130, "here is 0\nstopping\n", "")
+    run.process.send_signal(stop)
+    assert run.end() == (code, "here is 0\nstopping\n", "")
 
 
 def test_a_second_signal_ends_what_does_not_stop(tmp_path):
@@ -222,34 +195,18 @@ def test_a_second_signal_ends_what_does_not_stop(tmp_path):
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
 
 
-def stopped_by_sigterm(tmp_path, body: str, **settings) -> tuple[int, str, float]:
-    """What a launcher of two says that gets one signal, and how long that takes."""
-    run = Launched(tmp_path, body, "--nprocs=2", max_restarts=3, **settings)
-    wait_until_ready(run)
-    run.process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    code, _, err = run.end()
-    return code, err, time.monotonic() - began
-
-
 def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_ever(tmp_path):
     body = STOPS + "\nif rank == '1':\n    print('saving failed: the culprit'); sys.exit(9)" + WAIT
-    code, err, seconds = stopped_by_sigterm(tmp_path, body, grace=1)
+    run = Launched(tmp_path, body, "--nprocs=2", max_restarts=3, grace=1)
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
     lines = err.splitlines()
-    assert code == 9 and seconds < SOON
-    assert lines[0] == "launch: process 1 ended with exit code 9"
+    assert code == 9 and lines[0] == "launch: process 1 ended with exit code 9"
     assert lines[-2:] == [
         "launch:   saving failed: the culprit",
         "launch: process 0: still running 1 s later, and ended",
     ]
-
-
-def is_running(pid: str) -> bool:
-    file = Path("/proc") / pid / "stat"
-    return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-# ---- logs
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
@@ -266,77 +223,38 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
 # ---- who is started
 
 
-SLURM = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_NODELIST": "gpu[003-004]",
-    "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-}
-
-
-def test_as_the_seed_says_it_of_two_machines():
-    """RANK is the first process on this machine."""
+def test_the_processes_of_a_machine_are_numbered_from_its_rank_or_its_place_in_slurm():
     said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
     group = local_processes(4, said)
     assert group == LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
     told = group.environments()
     assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
-
-
-def test_where_slurm_numbers_machines_each_has_a_launcher():
-    where = {"MASTER_ADDR": "gpu003"}
-    assert local_processes(4, SLURM | where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
-
-
-@pytest.mark.parametrize(
-    "nprocs, environ, message",
-    [
-        (0, {}, "--nprocs=0 must be at least 1"),
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    where = slurm | {"MASTER_ADDR": "gpu003"}
+    assert local_processes(4, where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
+    for environ, message in (
         (
-            4,
-            SLURM,
-            "MASTER_ADDR is not set: under srun each node has a launcher, and all need the node of process 0; "
-            "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)",
+            slurm,
+            "MASTER_ADDR is not set: under srun each node has a launcher, and all need the node of process 0; export ",
         ),
         (
-            4,
-            {"WORLD_SIZE": "8", "RANK": "4"},
-            "WORLD_SIZE=8, but MASTER_ADDR is not set: it is the address of process 0",
+            said | {"RANK": "5"},
+            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the ",
         ),
-        (
-            4,
-            {"WORLD_SIZE": "8", "MASTER_ADDR": "a"},
-            "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0",
-        ),
-        (
-            4,
-            {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
-            "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, and WORLD_SIZE counts the processes of all machines",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said(nprocs, environ, message):
-    with pytest.raises(ValueError) as caught:
-        local_processes(nprocs, environ)
-    assert str(caught.value) == message
-
-
-def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
-    with pytest.raises(SystemExit) as ended:
-        launcher.main(["run_training.py", "--nprocs=4"])
-    assert ended.value.code == 2
-    said = "error: --nprocs is a flag of the launcher: write it before the program and its settings\n"
-    assert capsys.readouterr().err == said
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            local_processes(4, environ)
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["x.py", "--nprocs=4"], "--nprocs is a flag of the launcher: write it before the program and its settings"),
         (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs. "),
-        (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs."),
         (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
+        (["--nprocs=0", "x.py"], "--nprocs=0 must be at least 1"),
     ],
 )
 def test_a_wrong_flag_is_one_line_without_the_usage(words, message, capsys):
@@ -369,15 +287,10 @@ def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_
         join.tell_launcher(launch, {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0"), "WORLD_SIZE": "2"})
 
 
-def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatch):
-    shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(command_line, "conf_dir", lambda: tmp_path / "conf")
-    main = tmp_path / "conf" / "config.yaml"
-    main.write_text(main.read_text().replace("tunix_lite  #", "other  #"))
-    assert command_line.project_name([]) == "other" and command_line.project_name(["++project_name='x y'"]) == "x y"
-
-
-def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
+def test_the_folder_is_named_as_conf_or_a_setting_says_and_hydra_reads_odd_characters():
+    assert (
+        command_line.project_name([]) == "tunix_lite" and command_line.project_name(["++project_name='x y'"]) == "x y"
+    )
     (word,) = command_line.in_folder("outputs/it's, 1", [])
     assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
@@ -388,6 +301,7 @@ def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "launch"
+WAITS = "for i in {1..2000}; do sleep 0.05; done"
 
 
 def program(folder: Path, name: str, body: str) -> Path:
@@ -398,18 +312,25 @@ def program(folder: Path, name: str, body: str) -> Path:
     return file
 
 
-def example(name: str, tmp_path: Path, *settings: str, **environment: str) -> subprocess.CompletedProcess:
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    call = ["bash", str(EXAMPLES / name), *settings]
-    environment = {"PATH": path, "HOME": str(tmp_path), **environment}
-    return subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SOON)
+def terminated(call: list[str], folder: Path, sign: Path, **environment: str) -> int:
+    """The exit code of a script that gets SIGTERM when this file is there."""
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    job = subprocess.Popen(call, cwd=folder, env={"PATH": path, **environment})
+    until = time.monotonic() + SOON
+    while not sign.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    job.terminate()
+    return job.wait(SOON)
 
 
 def test_the_ssh_example_tells_each_machine_its_place_and_passes_settings_on(tmp_path):
     program(tmp_path, "bin/ssh", 'echo "$2" >> hosts; exec bash -c "$3"')
     said = 'echo "$MASTER_ADDR:$MASTER_PORT $RANK/$WORLD_SIZE $2" >> said; [ $RANK = 0 ]'
     program(tmp_path, ".venv/bin/python", said)
-    done = example("ssh.sh", tmp_path, "model.mesh_shape=[[16,1],[fsdp, tp]]", HOSTS="me@gpu1 gpu2")
+    environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    call = ["bash", str(EXAMPLES / "ssh.sh"), "model.mesh_shape=[[16,1],[fsdp, tp]]"]
+    done = subprocess.run(call, cwd=tmp_path, env=environment | {"HOSTS": "me@gpu1 gpu2"}, timeout=SOON)
     assert sorted((tmp_path / "said").read_text().splitlines()) == [
         f"gpu1:29500 {rank}/2 model.mesh_shape=[[16,1],[fsdp, tp]]" for rank in (0, 1)
     ]
@@ -418,30 +339,15 @@ def test_the_ssh_example_tells_each_machine_its_place_and_passes_settings_on(tmp
 
 
 def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path):
-    program(
-        tmp_path,
-        "bin/srun",
-        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores $MASTER_ADDR" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
-    )
+    srun = 'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores $MASTER_ADDR" > said; trap "exit 7" TERM'
+    program(tmp_path, "bin/srun", f"{srun}; {WAITS}")
     program(tmp_path, "bin/scontrol", 'printf "%s of $3\\n" gpu1 gpu2')
     program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
     script = (EXAMPLES / "slurm.sbatch").read_text()
     call = ["bash", "-c", script, "slurm.sbatch", "seed=1"]
-    environment = {
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "SLURM_JOB_ID": "9",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "gpu[1-2]",
-        "SLURM_GPUS_PER_NODE": "h100:4",
-        "SLURM_CPUS_PER_TASK": "64",
-    }
-    job = subprocess.Popen(call, cwd=tmp_path, env=environment)
-    until = time.monotonic() + SOON
-    while not (tmp_path / "said").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.1)
-    job.terminate()
-    assert job.wait(SOON) == 7
+    slurm = {"JOB_ID": "9", "NNODES": "2", "JOB_NODELIST": "gpu[1-2]", "GPUS_PER_NODE": "h100:4", "CPUS_PER_TASK": "64"}
+    environment = {f"SLURM_{name}": value for name, value in slurm.items()}
+    assert terminated(call, tmp_path, tmp_path / "said", **environment) == 7
     said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=8 seed=1"
     assert (tmp_path / "said").read_text() == f"{said} 64 cores gpu1 of gpu[1-2]\n"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 9.0\n"
@@ -474,12 +380,6 @@ def test_a_pod_of_the_jobset_example_succeeds_only_with_a_run_that_is_completed(
     for file, word in ((folder / "status.json", "running"), (tmp_path / "ended", status)):
         file.write_text(json.dumps({"status": word}, indent=2))
     ends = f"end() {{ sleep 0.3; cp ended run/status.json; exit {code}; }}"
-    program(tmp_path, "bin/python", f"{ends}\ntrap end TERM; touch began; for i in {{1..2000}}; do sleep 0.05; done")
-    environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    program(tmp_path, "bin/python", f"{ends}\ntrap end TERM; touch began; {WAITS}")
     call = [*container["command"], script.replace("/outputs/tunix-lite", str(folder))]
-    pod = subprocess.Popen(call, cwd=tmp_path, env=environment)
-    until = time.monotonic() + SOON
-    while not (tmp_path / "began").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    pod.terminate()
-    assert pod.wait(SOON) == ends_with
+    assert terminated(call, tmp_path, tmp_path / "began") == ends_with

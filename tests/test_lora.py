@@ -1,13 +1,14 @@
 """LoRA and QLoRA: fresh adapters change nothing, only adapters learn, and bytes are what they should be."""
 
 import dataclasses
-import functools
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import logits_of, ragged_prompts, random_params, set_mesh
+from conftest import logits_of, random_params, set_mesh
+from model_checks import check_sampled, random_adapters, sampled
 
 from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -20,14 +21,12 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
-from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.settings import GenerationConfig
 
 CFG = Architecture(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
 LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
 
 
-@functools.cache
+@cache
 def base_in_numpy(storage: str):
     """Random weights stored as a base would be."""
     mesh = set_mesh(1, 1)
@@ -36,8 +35,8 @@ def base_in_numpy(storage: str):
     def pack(x, leaf):
         if isinstance(leaf, Weight):
             return x.astype(leaf.dtype)
-        one = functools.partial(quantize, like=jax.tree.map(weights.unstacked, leaf, is_leaf=weights.is_weight))
-        one = functools.partial(one, inputs=leaf.codes.inputs)
+        one = partial(quantize, like=jax.tree.map(weights.unstacked, leaf, is_leaf=weights.is_weight))
+        one = partial(one, inputs=leaf.codes.inputs)
         return jax.vmap(one)(x) if leaf.codes.is_stacked else one(x)
 
     packed = jax.jit(lambda p: jax.tree.map(pack, p, wanted, is_leaf=lambda leaf: not isinstance(leaf, dict)))
@@ -53,13 +52,8 @@ def base_of(storage: str = "fp32"):
     return jax.tree.map(jax.device_put, values, weights.shardings(stored_table(decoder.weights(CFG), storage)))
 
 
-def adapters_of(lora: LoraConfig = LORA, seed: int = 1, trained: bool = True):
-    table = adapter_weights(decoder.weights(CFG), lora)
-    if not trained:
-        return init_params(table, jax.random.key(seed))
-    rng = np.random.default_rng(seed)
-    draw = lambda w: put(rng.normal(0, 0.1, w.shape).astype(np.float32), *w.axes)  # noqa: E731
-    return jax.tree.map(draw, table, is_leaf=weights.is_weight)
+def adapters_of(lora: LoraConfig = LORA):
+    return random_adapters(CFG, lora, 0.1)
 
 
 def logits(params, tokens):
@@ -72,7 +66,8 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12))
 @pytest.mark.parametrize("storage", ["bf16", "nf4"])
 def test_fresh_adapters_change_nothing_bit_for_bit(storage):
     base = base_of(storage)
-    with_adapters = attach(base, adapters_of(trained=False), LORA)
+    fresh = init_params(adapter_weights(decoder.weights(CFG), LORA), jax.random.key(1))
+    with_adapters = attach(base, fresh, LORA)
     np.testing.assert_array_equal(logits(with_adapters, TOKENS), logits(base, TOKENS))
 
 
@@ -162,9 +157,8 @@ def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
 def batch(micro_batches: int = 1) -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
-    return RowLayout(num_parts=micro_batches).lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[
-        0
-    ]
+    whole = Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32))
+    return RowLayout(num_parts=micro_batches).lay_out(whole)[0]
 
 
 class Likelihood:
@@ -232,8 +226,5 @@ def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():
 
 def test_sampling_and_scoring_agree_under_adapters():
     acting = attach(base_of("nf4"), adapters_of(), LORA)
-    generate = make_generate(CFG, GenerationConfig(10, 8), (1,), 0)
-    rollout = generate(acting, ragged_prompts(3, 64), jax.random.key(0), 2)
-    scored = jax.jit(lambda p: token_logprobs(p, rollout.tokens, rollout.token_mask, cfg=CFG))(acting)
-    gap = jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0)
-    assert float(jnp.abs(gap).max()) < 1e-4
+    rollout = sampled(CFG, acting, eos=tuple(range(1, 12)))
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=CFG))(acting, rollout.tokens, rollout.token_mask))

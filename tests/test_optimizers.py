@@ -1,6 +1,6 @@
-"""Each optimizer against numpy in float64 or optax on plain matrices; its state, its bytes, its settings."""
+"""Schedules by hand; each optimizer against numpy in float64 or optax; its state, its bytes, its settings."""
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from tunix_lite.learner.optim import (
     AdafactorConfig,
     LionConfig,
     MuonConfig,
+    OptimizerConfig,
     SGDConfig,
     describe,
     init_opt_state,
@@ -35,6 +36,54 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run, optimizer_of
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tracking.checkpoint import Checkpoints
+
+
+def rates(max_steps=11, **settings):
+    cfg = OptimizerConfig(learning_rate=1.0, **settings)
+    return [learning_rate_at(cfg, max_steps, step) for step in range(max_steps)]
+
+
+def test_schedules_by_hand():
+    """As transformers and optax: the end is one update after the last, so that the last one still learns."""
+    np.testing.assert_allclose(rates(), 1.0)
+    part = np.arange(11) / 11
+    np.testing.assert_allclose(rates(schedule="linear", end_fraction=0.5), 1 - part / 2, atol=1e-6)
+    np.testing.assert_allclose(rates(schedule="cosine"), (1 + np.cos(np.pi * part)) / 2, atol=1e-6)
+    # two updates of warm-up, the second at the peak; then 4/5, 3/5, 2/5, 1/5
+    np.testing.assert_allclose(rates(6, schedule="linear", warmup_steps=2), [0.5, 1, 0.8, 0.6, 0.4, 0.2], atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 20])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_spans_the_run(schedule, warmup):
+    """Tunix D10: a shipped decay over 10 steps left the rest of every run at learning rate 0. The peak is there once."""
+    seen = np.array(rates(max_steps=500, schedule=schedule, warmup_steps=warmup))
+    assert 0 < seen[-1] < 0.003 and seen.max() == 1
+    assert np.flatnonzero(seen == 1).tolist() == [max(warmup, 1) - 1]
+
+
+def test_the_chain_equals_adamw_in_float64():
+    cfg = OptimizerConfig(learning_rate=0.1, schedule="linear", weight_decay=0.3, max_grad_norm=1.0, beta2=0.9)
+    optimizer = make_optimizer(cfg, max_steps=5)
+    params = {"layer": {"q": jnp.array([1.0, -2.0]), "q_norm": jnp.array([0.5])}}
+    state = optimizer.init(params)
+    x, m, v = np.array([1.0, -2.0, 0.5]), np.zeros(3), np.zeros(3)
+    rng = np.random.default_rng(0)
+    for step in range(5):
+        g = rng.normal(size=3) * 3
+        grads = {"layer": {"q": jnp.array(g[:2], jnp.float32), "q_norm": jnp.array(g[2:], jnp.float32)}}
+        updates, state = optimizer.update(grads, state, params)
+        params = {"layer": {k: params["layer"][k] + updates["layer"][k] for k in ("q", "q_norm")}}
+        g = g / max(1.0, np.linalg.norm(g))
+        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g**2
+        direction = (m / (1 - 0.9 ** (step + 1))) / (np.sqrt(v / (1 - 0.9 ** (step + 1))) + 1e-8)
+        decay = np.array([0.3, 0.3, 0.0]) * x  # norms do not decay
+        x = x - 0.1 * (1 - step / 5) * (direction + decay)
+    np.testing.assert_allclose(np.concatenate([params["layer"]["q"], params["layer"]["q_norm"]]), x, rtol=1e-5)
+
+
+# ---- each optimizer
+
 
 OPTIMIZERS = ("default", "adafactor", "muon", "lion", "sgd")
 # q: 6 inputs, 2 heads of 3; o: the same heads as two dims of inputs
@@ -75,10 +124,10 @@ def run(cfg, steps=3, table=TABLE):
     return flat(params)
 
 
-def newton_schulz(matrix, steps=5):
+def newton_schulz(matrix):
     """Keller Jordan's iteration: X <- a X + (b A + c A A) X with A = X X^T."""
     x = matrix / (np.linalg.norm(matrix) + 1e-8)
-    for _ in range(steps):
+    for _ in range(5):
         a = x @ x.T
         x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
     return x
@@ -192,7 +241,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")), jax.devices()[:4]))
     cfg = compose([f"optimizer={name}", "optimizer.learning_rate=1e-3"]).optimizer
     if name == "adafactor":
-        cfg = dataclasses.replace(cfg, min_dim_to_factor=6, momentum=0.5)
+        cfg = replace(cfg, min_dim_to_factor=6, momentum=0.5)
     optimizer = make_optimizer(cfg, 9, TABLE)
     axes = traverse_util.flatten_dict(TABLE, sep="/")
 
@@ -230,13 +279,10 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     "overrides, named",
     [
         (["optimizer=sgd", "optimizer.beta1=0.5"], "optimizer.beta1"),
-        (["optimizer=lion", "optimizer.ns_steps=5"], "optimizer.ns_steps"),
-        (["optimizer=adafactor", "optimizer.weight_decay=0.1"], "optimizer.weight_decay"),
-        (["optimizer.clip_rms=1"], "optimizer.clip_rms"),
         (["optimizer=adam"], "adafactor, adamw, default, lion, muon, sgd"),
         (["optimizer=muon", "optimizer.ns_steps=0"], "ns_steps=0"),
-        (["optimizer=sgd", "optimizer.nesterov=true"], "wants a momentum"),
         (["optimizer=adafactor", "optimizer.decay_rate=0"], "decay_rate"),
+        (["optimizer.beta1=1.0"], "beta1"),
     ],
 )
 def test_a_setting_that_an_optimizer_does_not_have_is_refused(overrides, named):
@@ -248,25 +294,15 @@ def test_a_setting_that_an_optimizer_does_not_have_is_refused(overrides, named):
 def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_asked():
     plain = compose(["optimizer.learning_rate=4e-5"]).optimizer
     assert scaled_for(plain, 4) is plain and "shards" not in describe(plain, 4)
-    asked = compose(
-        ["optimizer=muon", "optimizer.learning_rate=1e-4", "optimizer.scale_lr_with_devices=true"]
-    ).optimizer
+    asked = replace(plain, learning_rate=1e-4, scale_lr_with_devices=True)
     assert learning_rate_at(scaled_for(asked, 4), 60, 4) == pytest.approx(4e-4)
-    assert "0.0001 x 4 shards = 0.0004 linear" in describe(asked, 4)
+    assert "0.0001 x 4 shards = 0.0004 constant" in describe(asked, 4)
     settings = compose(["optimizer.scale_lr_with_devices=true", "training.packing=none"])
     resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 4, "tp": 2}, "cpu")
     assert resolved.optimizer.learning_rate == pytest.approx(4 * 4e-5)
     optimizer_of(resolved)
-
-
-def test_a_run_whose_rate_depends_on_the_mesh_goes_on_only_with_as_many_shards():
-    scaled = compose(["optimizer.scale_lr_with_devices=true"])
-    model = locate(scaled.model)
-
-    def kept(shards):
-        return {"optimizer": fingerprint(scaled, model, 4, shards)["optimizer"]}
-
-    theirs = kept(2)
-    check_same_run(kept(2), theirs, "there", force=False)
+    # A run whose rate depends on the mesh goes on only with as many shards.
+    two, four = ({"optimizer": fingerprint(settings, locate(settings.model), 4, n)["optimizer"]} for n in (2, 4))
+    check_same_run(two, two, "there", force=False)
     with pytest.raises(ValueError, match="optimizer.shards: 4 here, 2 there"):
-        check_same_run(kept(4), theirs, "there", force=False)
+        check_same_run(four, two, "there", force=False)

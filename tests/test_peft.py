@@ -6,25 +6,16 @@ import jax
 import numpy as np
 import pytest
 from conftest import logits_of, set_mesh
+from model_checks import random_adapters, write_model
 
 from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import GEMMA3, QWEN3, config_json, is_wrapped, read_config
+from tunix_lite.models.families import GEMMA3, is_wrapped, read_config
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
-from tunix_lite.models.weights import init_params, is_weight
-from tunix_lite.parallel.mesh import put
+from tunix_lite.models.weights import init_params
 
 CFG = Architecture(32, 5, 16, 4, 2, 8, 24, pattern=("local", "global"), window=5, query_scale=8)
 LORA = LoraConfig(rank=3, alpha=6.0, targets=".*/(q|o|down)")
-
-
-def random_adapters(cfg, lora, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda w: put(rng.normal(0, 0.3, w.shape).astype(np.float32), *w.axes),
-        adapter_weights(decoder.weights(cfg), lora),
-        is_leaf=is_weight,
-    )
 
 
 @pytest.fixture
@@ -83,111 +74,83 @@ def test_adapters_that_do_not_fit_are_refused_by_name(folder, damage, message):
 # ---- with PEFT itself
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """A tiny Qwen 3 of transformers, on disk."""
+SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+DELTA = {f"linear_{name}": size for name, size in [("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8)]}
+DELTA |= {"linear_value_head_dim": 12, "rms_norm_eps": 1e-3}
+DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA_MODULES = r".*layers\.\d+\.(self_attn\.q_proj|linear_attn\.(in_proj_qkv|out_proj))"
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+VISION_OF_QWEN = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 40}
+VISION_OF_QWEN |= {"num_position_embeddings": 16, "patch_size": 4}
+# class of transformers, settings of the text model, and of the vision tower around it; modules that PEFT adapts
+BASES = {
+    "Qwen3ForCausalLM": ({"head_dim": 16}, None, ["q_proj", "o_proj", "up_proj"]),
+    "Phi3ForCausalLM": ({"pad_token_id": 0}, None, ["qkv_proj", "gate_up_proj", "down_proj"]),
+    "Gemma3ForConditionalGeneration": (
+        {"head_dim": 16, "sliding_window": 5},
+        VISION,
+        r".*language_model.*(q|down)_proj",
+    ),
+    "Qwen3_5ForCausalLM": ({"head_dim": 16} | DELTA, None, DELTA_MODULES),
+    "Qwen3_5ForConditionalGeneration": ({"head_dim": 16} | DELTA, VISION_OF_QWEN, DELTA_MODULES),
+}
+TOKENS = np.random.default_rng(0).integers(0, 97, (2, 80))  # longer than a chunk of a delta net
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", BASES)
+def test_peft_says_the_same_with_our_adapters_merged_or_not_and_we_with_its(name, tmp_path):
+    """Of a text model, and of a larger one around it."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("base")
-    sizes = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+    library = pytest.importorskip("peft")
+    text, vision, modules = BASES[name]
+    kind = getattr(transformers, name)
+    text = text | SIZES | {"vocab_size": 97, "num_hidden_layers": 3}
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(vocab_size=97, num_hidden_layers=3, head_dim=16, **sizes)
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    config = kind.config_class(**text) if vision is None else kind.config_class(text_config=text, vision_config=vision)
+    model = kind(config).eval()
 
+    def draw(model, having: str, spread: float) -> None:
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if having in parameter_name:
+                    parameter.add_(torch.randn_like(parameter) * spread)
 
-TOKENS = np.random.default_rng(0).integers(0, 97, (2, 20))
+    def says(model) -> np.ndarray:
+        with torch.no_grad():
+            return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
-
-def our_logits(params, cfg):
-    return logits_of(params, cfg, TOKENS)
-
-
-def their_logits(model):
-    import torch
-
-    with torch.no_grad():
-        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_an_adapter_of_pefts_says_the_same_here(theirs, tmp_path, use_rslora):
-    library, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    import torch
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
-    config = library.LoraConfig(
-        r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "up_proj"], use_rslora=use_rslora
-    )
-    adapted = library.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(tmp_path)
-    cfg, family = read_config(theirs)
-    lora = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), cfg, family)
-    base = hf.load_params(theirs, cfg, family)
-    ours = our_logits(attach(base, peft.load_adapters(tmp_path, cfg, family, lora), lora), cfg)
-    expected = their_logits(adapted)
-    assert np.abs(expected - our_logits(base, cfg)).max() > 0.1
-    np.testing.assert_allclose(ours, expected, atol=1e-4)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("targets", [".*/(q|k|v|o|gate|up|down)", "layers/(v|down)"])
-def test_peft_says_the_same_with_ours_and_merged_equals_adapter(theirs, tmp_path, targets):
-    library, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    import torch
-
-    cfg, family = read_config(theirs)
-    assert family is QWEN3
-    lora = LoraConfig(rank=4, alpha=12.0, targets=targets)
-    adapters = random_adapters(cfg, lora)
-    acting = attach(hf.load_params(theirs, cfg, family), adapters, lora)
-    ours = our_logits(acting, cfg)
-    peft.save_adapters(adapters, cfg, family, lora, tmp_path, str(theirs))
-    model = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
-    np.testing.assert_allclose(their_logits(library.PeftModel.from_pretrained(model, tmp_path)), ours, atol=1e-4)
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    hf.save_params(acting, cfg, family, merged, "F32")
-    (merged / "config.json").write_text(json.dumps(config_json(cfg, family)))
-    again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-    np.testing.assert_allclose(their_logits(again), ours, atol=1e-4)
-
-
-@pytest.mark.parity
-def test_adapters_of_a_gemma_3_with_a_vision_tower_are_for_its_text_part(tmp_path):
-    library, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    import torch
-
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {"vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "head_dim": 16}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    draw(model, "", 0.1)
     model.save_pretrained(tmp_path / "base")
     cfg, family = read_config(tmp_path / "base")
-    assert is_wrapped(tmp_path / "base", family) and not is_wrapped(None, family)
-    lora = LoraConfig(rank=4, alpha=12.0)
-    (tmp_path / "adapter").mkdir()
-    adapters = random_adapters(cfg, lora)
-    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "adapter", "base", is_wrapped=True)
+    assert is_wrapped(tmp_path / "base", family) == (vision is not None) and not is_wrapped(None, family)
     base = hf.load_params(tmp_path / "base", cfg, family)
-    ours = our_logits(attach(base, adapters, lora), cfg)
-    assert np.abs(ours - our_logits(base, cfg)).max() > 0.1
-    adapted = library.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    np.testing.assert_allclose(their_logits(adapted), ours, atol=1e-4)
-    adapted.save_pretrained(tmp_path / "again")
-    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "again")), cfg, family)
-    again = peft.load_adapters(tmp_path / "again", cfg, family, read)
-    np.testing.assert_allclose(our_logits(attach(base, again, read), cfg), ours, atol=1e-5)
+
+    # Ours, read by PEFT, and merged.
+    lora = LoraConfig(rank=4, alpha=12.0, targets=".*/(q|k|v|qkv|z|b|a|o|gate|up|down)")
+    adapters = random_adapters(cfg, lora, 0.2)
+    acting = attach(base, adapters, lora)
+    ours = logits_of(acting, cfg, TOKENS)
+    assert np.abs(ours - logits_of(base, cfg, TOKENS)).max() > 0.1
+    (tmp_path / "ours").mkdir()
+    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", "base", is_wrapped=vision is not None)
+    np.testing.assert_allclose(says(library.PeftModel.from_pretrained(model, tmp_path / "ours")), ours, atol=2e-4)
+    (tmp_path / "merged").mkdir()
+    write_model(tmp_path / "merged", acting, cfg, family, pad_token_id=0)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    np.testing.assert_allclose(says(merged), ours, atol=2e-4)
+
+    # PEFT's, read here.
+    for use_rslora in (False, True):
+        fresh = kind.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        made = library.LoraConfig(r=3, lora_alpha=6, target_modules=modules, use_rslora=use_rslora)
+        adapted = library.get_peft_model(fresh, made)
+        draw(adapted, "lora_", 0.2)
+        adapted.save_pretrained(tmp_path / "theirs")
+        read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "theirs")), cfg, family)
+        loaded = peft.load_adapters(tmp_path / "theirs", cfg, family, read)
+        np.testing.assert_allclose(logits_of(attach(base, loaded, read), cfg, TOKENS), says(adapted), atol=2e-4)
 
 
 def test_fresh_adapters_begin_as_pefts_do():

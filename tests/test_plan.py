@@ -1,5 +1,6 @@
 """What fits and how fast it can be: a plan is compared with what runs, and with numbers worked out by hand."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,36 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EOS, ragged_prompts, random_params, set_mesh
-from test_conversations import Numbers
+from conftest import random_params, set_mesh
 from test_hardware import needs_compiler
 
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.basics.types import Batch, TrainState
+from tunix_lite.basics.types import Batch
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.learner.optim import init_opt_state, make_optimizer
-from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
 from tunix_lite.learner.rows import at_every_width
-from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.lora import acting_params
-from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine, find_target
+from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.speed import Speed
-from tunix_lite.rollout import generate as sampler
-from tunix_lite.rollout import memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
-from tunix_lite.settings.resolved_parts import abstract, scored_batch_shapes
+from tunix_lite.settings.resolved_parts import scored_batch_shapes
 from tunix_lite.settings.resolved_run import ResolvedRun, find_model, resolve_run
 from tunix_lite.train import train
 
@@ -56,6 +48,7 @@ SMALL = [
     "algorithm.num_generations=4",
     "evaluation.num_examples=0",
 ]
+WIDE = pytest.mark.wide
 LENGTHS = ["generation.max_prompt_length=10", "generation.max_new_tokens=12", "rollout.chunk=4"]
 
 
@@ -94,89 +87,7 @@ def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
     return Machine("attached", "cpu", devices, hardware, capacity, "by decree")
 
 
-# ---- a plan is true
-
-
-def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
-    """memory_analysis of the programs that one step of this run compiles; everything really runs."""
-    found = {}
-
-    def noting(name, program):
-        def call(*args):
-            if name not in found:
-                found[name] = program.lower(*args).compile().memory_analysis()
-            return program(*args)
-
-        return call
-
-    def noted(*args):
-        programs = make(*args)
-        for name in ("prefill", "decode"):
-            setattr(programs, name, noting(name, getattr(programs, name)))
-        return programs
-
-    make = sampler.Programs
-    monkeypatch.setattr(sampler, "Programs", noted)
-    set_mesh(fsdp, tp)
-    case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
-    run = case.run
-    model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
-    frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
-    reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
-    rollout = replace(run.rollout, num_slots=case.slots, weights=case.sampling_weights)
-    generate = sampler.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
-    scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
-    policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
-    optimizer = make_optimizer(run.optimizer, run.training.max_steps)
-    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    step = TrainStep(policy, run.algorithm, optimizer, case.lora)
-
-    prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
-    drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
-    mask, tokens = np.asarray(drawn.completion_mask), np.asarray(drawn.tokens)
-    batch = Batch(tokens, np.asarray(drawn.token_mask), mask / mask.sum(), np.ones(mask.shape, np.float32))
-    batch = batch.replace(old_logprobs=np.asarray(drawn.logprobs), loss_weight=batch.loss_weight.astype(np.float32))
-    laid_out, _ = case.rows.lay_out(batch)
-    found["scoring"] = scoring_program(policy.scores, case.rows).lower(reference, laid_out).compile().memory_analysis()
-    batch = batch.replace(ref_logprobs=np.asarray(policy.scorers["reference"](batch)))
-    laid_out, _ = case.rows.lay_out(batch)
-    found["update"] = step.compile(state, frozen, laid_out).memory_analysis()
-    step(state, frozen, laid_out)
-    return found
-
-
-@pytest.mark.parametrize(
-    "overrides, fsdp, tp",
-    [
-        (["model=random", "model.architecture.num_layers=1", "training.mixed_precision=bf16"], 2, 2),
-        pytest.param(
-            [
-                "model=random",
-                "model.architecture.num_layers=1",
-                "training.mixed_precision=bf16_params",
-                "model.lora.rank=4",
-                "model.lora.base=nf4",
-            ],
-            2,
-            1,
-            marks=pytest.mark.wide,
-        ),
-    ],
-    ids=["full", "lora"],
-)
-def test_the_plan_is_what_the_programs_of_a_run_take(overrides, fsdp, tp, monkeypatch):
-    run = compose([*SMALL, *LENGTHS, "algorithm.kl_coef=0.04", *overrides])
-    planned = plan.estimated(run, machine(GiB), *find_model(run.model), {"fsdp": fsdp, "tp": tp})
-    planned = plan.with_compiled(planned, jax.devices()[: fsdp * tp])
-    assert planned.source == "compiled"
-    real = measured(run, fsdp, tp, monkeypatch)
-    assert real.keys() == planned.programs.keys()
-    for name, sizes in real.items():
-        program = planned.programs[name]
-        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
-        assert program.alias_bytes == pytest.approx(sizes.alias_size_in_bytes, rel=0.01), name
-        peak = program.argument_bytes + program.temp_bytes
-        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
+# ---- batches
 
 
 @pytest.mark.parametrize("packing", ["none", "sequences", "prefix"])
@@ -231,9 +142,8 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
 
 
 def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):
-    without, with_it = (
-        plan.assemble_plan(replace(machine(None), process_bytes=size), case_of(cfg), {}) for size in (0, 700)
-    )
+    machines = [replace(machine(None), process_bytes=size) for size in (0, 700)]
+    without, with_it = (plan.assemble_plan(one, case_of(cfg), {}) for one in machines)
     assert with_it.resident == without.resident | {"process": 700}
     assert with_it.peak_bytes == without.peak_bytes + 700
     assert attached_machine().process_bytes * jax.local_device_count() == 800_000_000
@@ -245,9 +155,8 @@ def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
     case = case_of(cfg, ["model.lora.rank=4", "algorithm.kl_coef=0.1"])
     held = {"parameters": 4 * adapters, "optimizer": 8 * adapters, "frozen base": 2 * (MATRICES + SCALES)}
     assert MemoryEstimate(case).resident() == held
-    from_adapters = replace(
-        case, run=replace(case.run, model=replace(case.run.model, lora=replace(case.run.model.lora, adapter="/my/sft")))
-    )
+    lora = replace(case.run.model.lora, adapter="/my/sft")
+    from_adapters = replace(case, run=replace(case.run, model=replace(case.run.model, lora=lora)))
     assert MemoryEstimate(from_adapters).resident() == held | {"reference": 4 * adapters}
     # int8: a byte an element, and float32 scales: one for blocks of up to 128 inputs of an output, powers of two that
     # divide them: 16 of D, 8 of H (o) and 8 of F (down). Per layer q 32, k, v 16, gate, up 24 each /2 (tp; one block of D
@@ -268,19 +177,8 @@ def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
     case = case_of(cfg, ["training.mixed_precision=bf16"])
     whole = 2 * MATRICES  # of a tp shard
     assert MemoryEstimate(case).rollout()["weights to sample"] == 2 * whole + 4 * SCALES
-    assert (
-        MemoryEstimate(replace(case, sampling_weights="sharded")).rollout()["weights to sample"]
-        == 2 * MATRICES + 4 * SCALES
-    )
-
-
-@pytest.mark.parametrize("overrides", [[], ["model.lora.rank=4", "model.lora.base=int8"]], ids=["full", "int8 base"])
-def test_the_declared_weights_to_sample_with_are_the_arrays_at_hand(cfg, overrides):
-    """A run asks its arrays how many bytes they take gathered, a plan the table that declares them."""
-    set_mesh(2, 2)
-    case = case_of(cfg, ["training.mixed_precision=bf16", *overrides])
-    acting = abstract(case).acting(case)
-    assert memory.gathered_bytes(acting, cfg, case.dtype) == MemoryEstimate(case).sampling_copy(is_gathered=True)
+    sharded = MemoryEstimate(replace(case, sampling_weights="sharded"))
+    assert sharded.rollout()["weights to sample"] == 2 * MATRICES + 4 * SCALES
 
 
 def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
@@ -322,119 +220,6 @@ def test_a_device_that_only_samples_has_the_weights_and_the_cache_and_no_optimiz
     assert report.as_dict(small)["plans"][0]["device_that_only_samples"] == sizes
     with pytest.raises(ConfigError, match="^rollout.mesh_shape: weight .* is not a multiple of the mesh's tp=3"):
         case_of(cfg, [own[0], "rollout.mesh_shape=[[1,3],[fsdp,tp]]"])
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
-def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
-    """Its temporaries by formula are within a factor of three of the compiler's, and count where they are the most."""
-    case = case_of(cfg, ["rollout.overlap=carry", "rollout.num_slots=16"], fsdp, tp)
-    found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
-    append = found.programs["append"]
-    assert 1 / 3 < MemoryEstimate(case).appending() / append.temp_bytes < 3
-    most = max(program.added_bytes - program.code_bytes for name, program in found.programs.items() if name != "update")
-    rollout = next(phase for phase in found.phases if phase.name == "rollout")
-    assert rollout.adds["temporary"] == most == append.added_bytes - append.code_bytes
-    assert MemoryEstimate(case_of(cfg)).appending() == 0
-
-
-# ---- conversations
-
-
-GUESSING = ["task=guessing", "rollout.num_slots=2", "rollout.waiting=park"]
-
-
-def measured_conversations(case, monkeypatch) -> dict:
-    """memory_analysis of the programs that a rollout of conversations really runs."""
-    found, run = {}, case.run
-
-    def noted(made, name):
-        program = getattr(made, name)
-
-        def call(*args):
-            sizes = program.lower(*args).compile().memory_analysis()
-            if name not in found or sizes.argument_size_in_bytes > found[name].argument_size_in_bytes:
-                found[name] = sizes
-            return program(*args)
-
-        return call
-
-    def noting(*args):
-        made = make(*args)
-        for name in ("decode", "append", "read_slot", "write_slot"):
-            setattr(made, name, noted(made, name))
-        return made
-
-    make = sampler.Programs
-    monkeypatch.setattr(sampler, "Programs", noting)
-    rollout = replace(run.rollout, num_slots=case.slots)
-    converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
-    prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
-    # of the widest piece
-    partner = Numbers(delay=1, num_tokens=200)
-    converse(random_params(case.cfg), prompts, jax.random.key(5), generations, partner=partner)
-    return found
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
-def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, monkeypatch):
-    set_mesh(fsdp, tp)
-    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=280"], fsdp, tp)
-    found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
-    real = measured_conversations(case, monkeypatch)
-    assert real.keys() == {"decode", "append", "read_slot", "write_slot"}
-    for name, sizes in real.items():
-        program = found.programs[name]
-        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
-        assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
-        peak = program.argument_bytes + program.temp_bytes
-        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
-    # what a host holds of an offloaded slot, by formula
-    assert case.sampling_memory.offloaded_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
-    assert 1 / 3 < MemoryEstimate(case).appending() / found.programs["append"].temp_bytes < 3
-
-
-@pytest.mark.wide
-def test_the_plan_counts_what_a_stop_text_may_bring_back(cfg):
-    set_mesh(1, 1)
-    case = case_of(cfg, [*GUESSING, "generation.stop=[x]"], 1, 1)
-    done = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[:1]).programs
-    # of each of the two local layers, a chunk of 4 columns of keys and values; lengths and counts
-    columns = 2 * case.slots * cfg.num_kv_heads * 4 * cfg.head_dim * 2
-    assert done["save"].output_bytes == pytest.approx(4 * (columns + 2 * case.slots), rel=0.2)
-    assert done["rewind"].argument_bytes > done["save"].argument_bytes + 4 * columns
-
-
-def test_the_plan_says_whether_slots_are_held_or_offloaded(cfg):
-    """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
-
-    def of(waiting, host_bytes, num_slots=2):
-        settings = ["task=guessing", f"rollout.num_slots={num_slots}", f"rollout.waiting={waiting}"]
-        here = replace(machine(GiB), host_bytes=host_bytes)
-        return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
-
-    one = of("park", None).offloading.slot_bytes
-    shape = case_of(cfg, [], 1, 1)
-    columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
-    # keys and values in float32, and the hidden state of the newest token
-    assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
-    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).offloading is None
-    cases = {
-        ("auto", 4 * 3 * one): (3, 3),
-        ("auto", 4 * 100 * one): (6, 100),
-        ("auto", 4 * one - 4): (0, 0),
-        ("auto", None): (None, None),
-        ("park", 4 * 3 * one): (6, 3),
-        ("hold", 4 * 3 * one): (0, 3),
-    }
-    for (waiting, host_bytes), (most, fit) in cases.items():
-        found = of(waiting, host_bytes)
-        assert (found.offloading.most, found.offloading.num_that_fit) == (most, fit)
-        described = report.as_dict(found)["plans"][0]
-        assert (described["conversations"], described["parking"]["most"]) == (8, most)
-        assert found.resolved.may_offload == (waiting != "hold")
-    assert of("park", None, num_slots=8).offloading.most == 0
 
 
 # ---- verdicts
@@ -494,41 +279,6 @@ def test_a_run_asks_for_kernels_of_a_gpu_that_repeat_their_bits(monkeypatch):
         assert os.environ["XLA_FLAGS"] == after
 
 
-# ---- speed
-
-
-def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
-    case = replace(case_of(cfg, ["training.mixed_precision=bf16"]), sampling_weights="gathered")
-    hardware = find_target("h100x4").hardware
-    found = plan.assemble_plan(machine(GiB, 4, hardware), case, {})
-    rollout, update = (phase.bound for phase in found.phases)
-    tokens, counted = 8 * 22, 8 * 12
-    weights = 4 * (3 * LAYER)  # on four devices
-    pairs = 2 * sum(min(t + 1, 5) for t in range(22)) + 22 * 23 // 2
-    attention_flops = 8 * 4 * 4 * 8 * pairs
-    assert update.flops == 3 * (2 * weights * tokens + 2 * 32 * 16 * counted + attention_flops)
-    # sent: W, 2 bytes a matrix element, of a tp shard, gathered twice, gradients in float32 reduced once, half of it
-    # over fsdp=2; over tp=2 the streams of 88 tokens twice a layer each way, all-reduced: 2 * (2 - 1) / 2 of each,
-    # in float32 forward, as the rounding comes after the sum, and in bfloat16 backward
-    once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
-    assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 3 * (88 * 16) * (4 + 2)
-    assert Speed(case_of(cfg, ["training.mixed_precision=bf16_params"])).reduced_gradient_bytes() == gradients
-    narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
-    assert Speed(narrow).reduced_gradient_bytes() == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
-    rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
-    rounded = (
-        plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})
-        .phases[-1]
-        .bound
-    )
-    assert update.sent_bytes - rounded.sent_bytes == 2 * 3 * (88 * 16) * 2  # forward in bfloat16, too
-    # every one of 12 steps reads the weights and, at 10 + 6 tokens, 5 + 16 + 5 keys and values of 4 sequences
-    assert rollout.read_bytes == 12 * (once + 2 * 4 * 8 * (5 + 16 + 5) * 2) + once
-    assert found.step_seconds == rollout.seconds + update.seconds
-    assert found.tokens_per_second == tokens / found.step_seconds
-    assert plan.assemble_plan(machine(GiB), case, {}).tokens_per_second is None
-
-
 # ---- meshes, advice, micro-batches
 
 
@@ -536,11 +286,11 @@ def planned(overrides, words=(), **settings):
     return make_plans(compose(list(overrides)), PlanConfig(analytic=True, **settings), list(words))
 
 
-def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():
+def test_all_meshes_are_ranked_what_fits_first_and_then_the_smallest():
     found = planned(["model=gemma3_1b"], target="v5e-16", mesh="all")
     assert [p.resolved.mesh_shape for p in found.plans if p.fits] == [p.resolved.mesh_shape for p in found.plans]
-    seconds = [p.step_seconds for p in found.plans]
-    assert seconds == sorted(seconds)
+    peaks = [p.peak_bytes for p in found.plans]
+    assert peaks == sorted(peaks)
     assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
     lines = [line for line in report.short_form(found) if "cannot be" in line]
     assert [line.strip().partition(":")[0] for line in lines] == ["fsdp=2 tp=8 cannot be", "fsdp=1 tp=16 cannot be"]
@@ -558,18 +308,6 @@ def test_what_would_fit_is_tried_and_is_a_command():
     again = dict(word.split("=", 1) for word in overrides)
     target = again.pop("target")
     assert planned([f"{key}={value}" for key, value in again.items()], target=target).plans[0].fits is True
-
-
-def test_the_cheapest_change_comes_first(cfg):
-    case = case_of(cfg, ["training.mixed_precision=bf16_params"], fsdp=4, tp=1)
-    full = plan.assemble_plan(machine(1), case, {})
-    sharded = plan.assemble_plan(machine(1), replace(case, sampling_weights="sharded"), {})
-    assert full.fullest.name == "update"
-    less = replace(full, machine=machine(full.peak_bytes - 1))
-    overrides, found = advice(less)
-    assert overrides == ("training.remat=block",)
-    assert found.fits
-    assert sharded.phases[0].added_bytes < full.phases[0].added_bytes
 
 
 def as_compiled(estimated: Plan) -> Plan:
@@ -607,32 +345,22 @@ def test_where_nothing_fits_the_advice_is_the_least_that_was_reached(cfg):
 
 def test_what_an_estimate_says_fits_is_looked_at_more_closely(cfg):
     """A compiler that refuses the first change: the second is advised, and its numbers are those of the closer look."""
-    full, seen = sampling_is_the_peak(cfg, 8), []
-
-    def look(found):
-        seen.append(found)
-        return replace(found, refused=("decode: too large",)) if len(seen) == 1 else replace(found, resident={"all": 7})
-
-    overrides, found = advice(full, look)
+    looks = iter([{"refused": ("decode: too large",)}, {"resident": {"all": 7}}])
+    overrides, found = advice(sampling_is_the_peak(cfg, 8), lambda found: replace(found, **next(looks)))
     assert overrides == ("rollout.num_slots=2",)
     assert found.resident == {"all": 7}
 
 
 def test_auto_takes_the_largest_micro_batch_that_fits():
-    overrides = [
-        "model=gemma3_1b",
-        "training.remat=block",
-        "training.mixed_precision=bf16",
-        "training.prompts_per_step=512",
-    ]
-    lengths = ["generation.max_prompt_length=512", "generation.max_new_tokens=512"]
-    run = compose([*overrides, *lengths, "training.micro_batch_size=auto"])
+    overrides = ["model=gemma3_1b", "training.remat=block", "training.mixed_precision=bf16"]
+    overrides += ["training.prompts_per_step=512", "generation.max_prompt_length=512", "generation.max_new_tokens=512"]
+    run = compose([*overrides, "training.micro_batch_size=auto"])
     machine, sizes = find_machine("v5e-4"), {"fsdp": 4, "tp": 1}
     found = plan.estimated(run, machine, *find_model(run.model), sizes)
     size = found.resolved.batch.micro_batch_size
     assert found.fits
     assert 1 <= size < 1024
-    twice = compose([*overrides, *lengths, f"training.micro_batch_size={2 * size}"])
+    twice = compose([*overrides, f"training.micro_batch_size={2 * size}"])
     assert plan.estimated(twice, machine, *find_model(run.model), sizes).fits is False
 
 
@@ -662,7 +390,6 @@ def test_a_mesh_that_is_smaller_than_the_target_is_planned_for_its_devices_alone
     (plan,) = planned(["model.mesh_shape=[[2,1],[fsdp,tp]]"], target="h100x8").plans
     (alone,) = planned([], target="h100x2").plans
     assert plan.machine.num_devices == 2 and plan.peak_bytes == alone.peak_bytes
-    assert plan.tokens_per_second == alone.tokens_per_second > 0
 
 
 # ---- what is written
@@ -679,16 +406,7 @@ def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
     assert said.keys() >= {"version", "target", "hardware", "devices", "capacity_bytes", "plans", "refused"}
     assert (said["target"], said["hardware"], said["devices"]) == ("v5e-16", "v5e", 16)
     best = said["plans"][0]
-    assert best.keys() >= {
-        "mesh",
-        "source",
-        "fits",
-        "peak_bytes",
-        "resident_bytes",
-        "phases",
-        "programs",
-        "step_seconds",
-    }
+    assert best.keys() >= {"mesh", "source", "fits", "peak_bytes", "phases", "programs"}
     assert [phase["name"] for phase in best["phases"]] == ["rollout", "scoring", "update"]
     most = max(sum(phase["adds"].values()) for phase in best["phases"])
     assert best["peak_bytes"] == sum(best["resident_bytes"].values()) + most
@@ -698,8 +416,8 @@ def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
 def test_supervised_learning_samples_only_to_evaluate(cfg):
     run = compose(["model=random", "algorithm=sft", "training.packing=none", *LENGTHS, "evaluation.num_examples=4"])
     case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
-    found = plan.assemble_plan(machine(GiB, 4, find_target("h100x4").hardware), case, {})
-    assert [(phase.name, phase.bound is None) for phase in found.phases] == [("rollout", True), ("update", False)]
+    found = plan.assemble_plan(machine(GiB, 4, find_machine("h100x4").hardware), case, {})
+    assert [phase.name for phase in found.phases] == ["rollout", "update"]
 
 
 # ---- at the start of a run
@@ -721,17 +439,18 @@ STARTS = [
 
 @pytest.fixture
 def compiled_programs(monkeypatch):
-    """How often the programs that learn are compiled, by name."""
-    counts, compile_one = Counter(), jax.stages.Lowered.compile
+    """How often each program is compiled, and the first memory_analysis of each, by its name in plans."""
+    counts, sizes, compile_one = Counter(), {}, jax.stages.Lowered.compile
 
     def counting(self, *args, **kwargs):
-        name = re.search(r"module @jit_*(\w+)", self.as_text())[1]
-        if name in ("update", "score"):
-            counts[name] += 1
-        return compile_one(self, *args, **kwargs)
+        name = re.search(r"module @jit_*(\w+)", self.as_text())[1].replace("score", "scoring")
+        done = compile_one(self, *args, **kwargs)
+        counts[name] += 1
+        sizes.setdefault(name, done.memory_analysis())
+        return done
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
-    return counts
+    return counts, sizes
 
 
 def a_gib_a_sequence(machine, case, done):
@@ -743,7 +462,7 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
     monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
     monkeypatch.setattr(at_start, "attached_machine", lambda: machine(3 * GiB))
     train(compose([*STARTS, "algorithm.num_generations=2", "training.micro_batch_size=auto"]), tmp_path)
-    assert compiled_programs == {"update": 2, "score": 1}
+    assert [compiled_programs[0][name] for name in ("update", "scoring")] == [2, 1]
     log = (tmp_path / "train.log").read_text()
     assert "micro_batch_size=4: 4.00 GiB of 3.00 a device" in log
     assert "micro_batch_size=2: 2.00 GiB of 3.00 a device" in log
@@ -762,47 +481,46 @@ def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
     assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
-def plan_of(folder) -> dict[str, str]:
-    phases = json.loads((folder / "plan.json").read_text())["plans"][0]["phases"]
-    return {phase["name"]: phase["source"] for phase in phases}
+def test_a_packed_run_of_one_step_has_the_plan_of_its_programs_a_trace_and_a_table(tmp_path, compiled_programs):
+    """What the plan compiles is what the run runs: each program is compiled once, and takes the bytes that it says."""
+    counts, real = compiled_programs
 
-
-def test_the_plan_of_a_run_is_of_the_programs_that_run(tmp_path, compiled_programs):
-    train(compose([*STARTS, "model.lora.rank=4", "model.lora.base=nf4", "training.packing=none"]), tmp_path)
-    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
-    assert compiled_programs == {"update": 1, "score": 1}
-
-
-def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compiled_programs):
-    """What the plan compiles is what the run runs: each program is compiled once."""
     more = ["training.packing=sequences", "training.max_steps=1", "training.profile_communication=true"]
-    more += ["model.mesh_shape=[[2,2],[fsdp,tp]]"]
-    train(compose([*STARTS, *more]), tmp_path)
-    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
-    assert compiled_programs == {"update": 1, "score": 1}
+    run = compose([*STARTS, *more, "model.mesh_shape=[[2,2],[fsdp,tp]]", "training.mixed_precision=bf16"])
+    train(run, tmp_path)
+    phases = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["phases"]
+    sources = {phase["name"]: phase["source"] for phase in phases}
+    assert sources == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
+    assert counts["update"] == counts["scoring"] == 1
+    real = dict(real)
     assert " GiB a device at most (plan.json)" in (tmp_path / "train.log").read_text()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     assert "| all-reduce | " in (tmp_path / "communication.md").read_text()
 
+    planned = plan.estimated(run, machine(GiB), *find_model(run.model), {"fsdp": 2, "tp": 2})
+    planned = plan.with_compiled(planned, jax.devices())
+    assert planned.source == "compiled" and len(planned.programs) == 4
+    for name, program in planned.programs.items():
+        sizes = real[name]
+        assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
+        assert program.alias_bytes == pytest.approx(sizes.alias_size_in_bytes, rel=0.01), name
+        peak = program.argument_bytes + program.temp_bytes
+        assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
 
+
+@functools.cache
 def qwen(*overrides: str) -> Plan:
     """Qwen 3 14B on 8 H100, 64 x 8 sequences of 1024 + 4096 tokens: with the optimizer there, weights whole are too much
     (22 GB of parameters and moments, 30 of weights, 27 of cache and 11 of prompts: 89 GB)."""
-    settings = [
-        "model=qwen3_14b",
-        "training.mixed_precision=bf16",
-        "training.remat=block",
+    settings = ["model=qwen3_14b", "training.mixed_precision=bf16", "training.remat=block"]
+    settings += [
         "training.micro_batch_size=1",
+        "training.prompts_per_step=64",
+        "algorithm.num_generations=8",
+        "generation.max_prompt_length=1024",
     ]
-    settings += ["training.prompts_per_step=64", "algorithm.num_generations=8", "generation.max_prompt_length=1024"]
     run = compose([*settings, "generation.max_new_tokens=4096", *overrides])
     return plan.estimated(run, find_machine("h100x8"), *find_model(run.model), {"fsdp": 8, "tp": 1})
-
-
-def test_weights_to_sample_with_are_chosen_beside_the_optimizer_and_the_prompts_that_wait():
-    found = qwen()
-    assert found.resolved.sampling_weights == "sharded" and found.fits
-    assert qwen("rollout.weights=gathered").fits is False
 
 
 def test_a_run_that_does_not_fit_stops_and_says_what_would():
@@ -811,13 +529,13 @@ def test_a_run_that_does_not_fit_stops_and_says_what_would():
     said = (
         rf"^the run does not fit: {peak:.2f} GiB of {room:.2f} a device, {peak - room:.2f} too much .*for rollout\); "
     )
-    with pytest.raises(
-        ConfigError, match=said + r"it would fit, by an estimate of .* with rollout.weights=sharded; or"
-    ):
+    with pytest.raises(ConfigError, match=f"{said}it would fit, by an estimate of .* with rollout.weights=sharded; or"):
         at_start.check_fits(found, print)
     told = []
     at_start.check_fits(qwen("rollout.weights=gathered", "training.memory_check=warn"), told.append)
     assert len(told) == 1 and told[0].endswith("it starts all the same, as training.memory_check=warn says")
+    # weights to sample with are chosen beside the optimizer and the prompts that wait
+    assert qwen().resolved.sampling_weights == "sharded"
     at_start.check_fits(qwen(), told.append)
     assert len(told) == 1
     with pytest.raises(
@@ -879,7 +597,7 @@ TWO_LAYERS = [
     ],
 )
 def test_estimates_are_near_what_the_compiler_says(target, overrides):
-    needs_compiler(find_target(target))
+    needs_compiler(find_machine(target))
     run = compose([*TWO_LAYERS, "algorithm.kl_coef=0.04", *overrides.split()])
     where = find_machine(target)
     guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 2, "tp": 2})
@@ -891,23 +609,10 @@ def test_estimates_are_near_what_the_compiler_says(target, overrides):
 
 
 @pytest.mark.aot
-def test_a_tpu_compiler_refuses_what_does_not_fit():
-    needs_compiler(find_target("v5e-4"))
-    large = ["training.prompts_per_step=2048", "training.mixed_precision=bf16", "evaluation.num_examples=0"]
-    run = compose([*TWO_LAYERS, *large])
-    where = find_machine("v5e-4")
-    guess = plan.estimated(run, where, *find_model(run.model), {"fsdp": 4, "tp": 1})
-    found = plan.with_compiled(guess, devices_of(where))
-    assert found.fits is False
-    assert found.peak_bytes > where.capacity
-    assert "of 15.75 GiB" in found.refused[0]
-
-
-@pytest.mark.aot
 @pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
 def test_a_newcomer_plans_without_a_device_and_without_setting_jax_platforms(target, tmp_path):
     """jax's CUDA package looks for a driver unless CUDA is none of the platforms that jax may use."""
-    needs_compiler(find_target(target))
+    needs_compiler(find_machine(target))
     own = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     call = [sys.executable, "-m", "tunix_lite", "plan", f"target={target}", f"out={tmp_path}", "model=random"]
     done = subprocess.run(

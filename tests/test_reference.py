@@ -1,6 +1,7 @@
-"""The reference of the KL term is the policy that training starts from, however often the run is resumed."""
+"""The reference of the KL term is the policy that training starts from, however often it is resumed; and observers."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,14 +13,17 @@ import pytest
 from test_train import SHORT, lines, without_time
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.basics.errors import ConfigError
+from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.weights import Lora, init_params
+from tunix_lite.runs import watch
 from tunix_lite.runs.reference import Reference, find_reference, reference_of
 from tunix_lite.runs.setup import prepare
+from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
+from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
@@ -60,29 +64,22 @@ def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_
     with pytest.raises(ConfigError, match="resume: .*/again/reference/1 is gone, which held the reference of the run"):
         prepare(compose(on), RunDir(again))
     (again / "reference.json").write_text("[" * 100_000)
-    with pytest.raises(
-        ConfigError, match="resume: .*/reference.json is nested too deep: .*, so the reference is not known"
-    ):
+    with pytest.raises(ConfigError, match="resume: .*/reference.json is nested too deep: .*, so the reference is not"):
         prepare(compose(on), RunDir(again))
     (again / "reference.json").unlink()
     with pytest.raises(ConfigError, match="resume: .*/again has no reference.json: the run had no KL term"):
         prepare(compose(on), RunDir(again))
-    assert prepare(compose([*on, "resume.force=true"]), RunDir(again)).reference.words in (
-        "the weights of random",
-        "the base",
-    )
+    begins_anew = prepare(compose([*on, "resume.force=true"]), RunDir(again)).reference
+    assert begins_anew.words in ("the weights of random", "the base")
 
 
 # ---- which one it is, and what is kept of it
 
 
-def asked(reference=True, force=False, adapter=None):
-    lora = LoraConfig(adapter=adapter)
-    return SimpleNamespace(
-        algorithm=SimpleNamespace(needs=Needs(reference=reference)),
-        resume=SimpleNamespace(force=force),
-        model=ModelConfig("bundled", lora=lora),
-    )
+def asked(reference=True, adapter=None):
+    algorithm = SimpleNamespace(needs=Needs(reference=reference))
+    model = ModelConfig("bundled", lora=LoraConfig(adapter=adapter))
+    return SimpleNamespace(algorithm=algorithm, resume=SimpleNamespace(force=False), model=model)
 
 
 ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))
@@ -121,3 +118,47 @@ def test_adapters_that_training_starts_from_are_kept_with_the_run(cfg, params, t
         assert isinstance(leaf, Lora) and leaf.base is params["layers"]["q"]
         np.testing.assert_array_equal(leaf.a, wanted["layers"]["q"]["a"])
         np.testing.assert_array_equal(leaf.b, wanted["layers"]["q"]["b"])
+
+
+# ---- the observers of users
+
+
+def rows_and_entropy(done: StepDone) -> dict:
+    """An observer as a user writes it: it sees the batch, the update's metrics and the state."""
+    batch = done.experience.batch
+    return {"my/rows": len(batch.tokens), "my/entropy": done.learned["train/entropy"], "my/step": done.state.step}
+
+
+def fails_in_step_2(done: StepDone) -> dict:
+    return {"other/number": 1.0 if done.step < 2 else "none"}
+
+
+def test_an_observer_adds_its_numbers_and_a_run_whose_observer_fails_keeps_its_last_step(tmp_path):
+    named = [
+        f"+tracking.observers.{name}={{_target_: {__name__}.{name}}}"
+        for name in ("rows_and_entropy", "fails_in_step_2")
+    ]
+    settings = [*SHORT, "training.save_interval_steps=0", "evaluation.num_examples=0", *named]
+    with pytest.raises(RunFailed, match="^tracking.observers.fails_in_step_2: other/number is str"):
+        train(compose(settings), tmp_path)
+    first, second = lines(tmp_path)
+    assert (first["my/rows"], first["my/step"], first["other/number"]) == (16, 1, 1.0)
+    assert first["my/entropy"] == pytest.approx(first["train/entropy"])
+    assert second["step"] == 2 and "other/number" not in second
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        (3.0, "it returned float; return a dict like {'my/number': 1.0}"),
+        ({"train/loss": 1.0}, "'train/loss' is not the name of a metric of yours"),
+        ({"my/losses": np.ones(3)}, "my/losses is ndarray; give one number"),
+    ],
+)
+def test_what_an_observer_returns_is_checked(found, said):
+    settings = SimpleNamespace(tracking=SimpleNamespace(observers={"mine": lambda done: found}))
+    watching = SimpleNamespace(session=SimpleNamespace(run=settings))
+    with pytest.raises(RunFailed, match=f"^tracking.observers.mine: {re.escape(said)}"):
+        watch.Watch.observed(watching, None)

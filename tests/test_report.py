@@ -33,24 +33,16 @@ def metric_rows(steps: int, rng: np.random.Generator, every: int = 15) -> list[d
     for step in range(steps + 1):
         row: dict = {"step": step}
         if step:
+            row |= {"train/loss": float(rng.normal()), "reward/mean": step / steps / 2 + float(rng.normal() / 20)}
+            row |= {"completions/mean_length": 20 + step / 10, "completions/correct": float(rng.random())}
+            row |= {"train/entropy": 1 / step, "train/grad_norm": float(rng.random()) + 0.1, "train/update_norm": 1e-3}
             row |= {
-                "train/loss": float(rng.normal()),
-                "reward/mean": step / steps / 2 + float(rng.normal() / 20),
-                "completions/mean_length": 20 + step / 10,
-                "completions/correct": float(rng.random()),
-                "train/entropy": 1 / step,
-                "train/grad_norm": float(rng.random()) + 0.1,
                 "train/learning_rate": 4e-5 * min(step / 5, 1),
                 "train/num_tokens": 1000 * step,
-                "train/update_norm": 1e-3,
                 "train/skipped": 0.0,
-                "time/rollout": 0.5 + float(rng.random()),
-                "time/rewards": 0.01,
-                "time/reference": 0.2,
-                "time/update": 0.4,
-                "perf/tokens_per_second": 500 + step,
-                "memory/peak_gb": 1.5,
             }
+            row |= {"time/rollout": 0.5 + float(rng.random()), "time/rewards": 0.01, "time/reference": 0.2}
+            row |= {"time/update": 0.4, "perf/tokens_per_second": 500 + step, "memory/peak_gb": 1.5}
             row["time/collect"] = row["time/rollout"] + 0.31
             row["time/step"] = row["time/collect"] + row["time/update"]
         if step % every == 0:
@@ -68,9 +60,8 @@ def evaluation(step: int, right: np.ndarray, sampled: np.ndarray, text: str = ""
     for group, row_S in enumerate(sampled):
         for is_right in row_S:
             answer = str(group) if is_right else f"no {group}"
-            rows.append(
-                {"sampled": True, "group": group, "correct": bool(is_right), "extracted": answer, "prompt": "?"}
-            )
+            row = {"sampled": True, "group": group, "correct": bool(is_right), "extracted": answer}
+            rows.append(row | {"prompt": "?"})
     return rows
 
 
@@ -114,24 +105,20 @@ def run(tmp_path):
 
 
 class Reader(html.parser.HTMLParser):
-    VOID = ("meta",)
-
     def __init__(self, text: str):
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str]] = []
         self.tables: list[list[list[str]]] = []
-        self.lines: list[str] = []
         self.words: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-        if tag not in self.VOID:
+        self.handle_startendtag(tag, attributes)
+        if tag != "meta":
             self.open.append(tag)
         if tag == "table":
             self.tables.append([])
@@ -139,8 +126,6 @@ class Reader(html.parser.HTMLParser):
             self.tables[-1].append([])
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
-        elif tag == "pre" and dict(attributes).get("class") == "line":
-            self.lines.append("")
 
     def handle_startendtag(self, tag, attributes):
         self.tags.add(tag)
@@ -155,12 +140,10 @@ class Reader(html.parser.HTMLParser):
             self.words.append(data)
         if self.open[-1:] in (["td"], ["th"]):
             self.tables[-1][-1][-1] += data
-        if self.open[-1:] == ["pre"] and self.lines:
-            self.lines[-1] += data
 
-    def table(self, head: str, second: str = "") -> dict[str, list[str]]:
+    def table(self, head: str) -> dict[str, list[str]]:
         """The rows of the table whose first head is this, by their first cell."""
-        (found,) = [t for t in self.tables if t[0][0] == head and second in ("", t[0][1])]
+        (found,) = [t for t in self.tables if t[0][0] == head]
         return {row[0]: row[1:] for row in found[1:]}
 
 
@@ -208,22 +191,6 @@ def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
         third = max(len(values) // 3, 1)
         of = [values[0], values[-1], values.min(), values.max(), values[:third].mean(), values[-third:].mean()]
         assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
-
-
-def test_the_head_and_the_examples_are_those_of_the_files(run):
-    folder, rows, truth = run
-    words = " ".join(read(folder).words)
-    before, after = truth[0][0], truth[STEPS][0]
-    assert f"{before.mean():.1%} → {after.mean():.1%}".replace("%", " %") in words
-    rewards = np.array([row["reward/mean"] for row in rows[1:]])
-    assert f"{rewards[:20].mean():.3g} → {rewards[-20:].mean():.3g}" in words
-    assert "60 of 60" in words and "60,000" in words
-    improved, spoilt = (~before & after).sum(), (before & ~after).sum()
-    both, none = (before & after).sum(), (~before & ~after).sum()
-    assert f"{improved} were improved, {spoilt} were spoilt, {both} stayed right, {none} stayed wrong" in words
-    for group in np.flatnonzero(before & ~after)[:1]:
-        assert f"{group} at 0" in words and f"{group} at {STEPS}" in words
-    assert "reward 0.75" in words and "near 0.5 · advantage -0.50" in words
 
 
 def test_a_drawn_curve_lies_where_its_numbers_are():
@@ -281,7 +248,14 @@ def test_a_report_of_thousands_of_steps_is_small_and_soon_there(tmp_path):
     assert file.stat().st_size < 2_000_000
 
 
-HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
+HOLDS = """
+import sys, time
+from pathlib import Path
+from tunix_lite.distributed.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1]), 0):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
@@ -311,8 +285,6 @@ def test_a_report_that_cannot_be_written_is_one_line(run):
     (folder / "report.html").mkdir()
     write_at_end(folder, lambda: run_page(folder), said.append)
     assert len(said) == 1 and said[0].startswith("warning: the report could not be written (IsADirectoryError")
-    write_at_end(folder, lambda: 1 / 0, said.append)
-    assert len(said) == 2 and "ZeroDivisionError" in said[1]
 
     def full(text: str) -> None:
         raise OSError(28, "No space left on device")

@@ -42,18 +42,11 @@ def kind(score: float) -> str:
     [
         (ADD, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], 1),
         (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], 0.5),
-        (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4", 1),
         (ADD + "if __name__ == '__main__':\n    print(add(*map(int, input())))\n", ["assert add(1, 2) == 3"], 1),
-        (ADD + "import math, collections\n", ["import os\nassert os.getcwd()"], 1),
         ("def add(a, b:", ["assert add(1, 2) == 3"], 0),
-        ("", ["assert add(1, 2) == 3"], 0),
-        ("add = 3", ["assert add(1, 2) == 3"], 0),
         ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2\n", "output": "3\n"}], 1),
         ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2", "output": "4"}], 0),
         ("import sys\nprint(3)\nsys.exit(0)", [{"input": "", "output": "3"}], 1),
-        ("import sys\nprint(3)\nsys.exit(1)", [{"input": "", "output": "3"}], 0),
-        ("print(3)\nraise ValueError", [{"input": "", "output": "3"}], 0),
-        ("print(3, '', sep=' ')\nprint()", [{"input": "", "output": "3"}], 1),
         ("print('é', input())", [{"input": "ü", "output": "é ü"}], 1),
     ],
 )
@@ -92,9 +85,7 @@ while frame:
     "compile": "import builtins\nreal = builtins.compile\nbuiltins.compile = lambda *given: real('pass', '', 'exec')",
     "write": "import os\nos.pread = lambda *given: b''\nos.write = lambda *given: 0",
     "the end": "import os\nos._exit(0)",
-    "at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
     "a thread": "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()",
-    "a trace": "import sys\nsys.settrace(lambda *given: None)",
     "a guess": "import os\nos.write(3, b'0' * 32)\nos._exit(0)",
 }
 
@@ -131,21 +122,14 @@ NO_REPORTS = "import sys\ndef f(_):\n    sys._getframe(1).f_globals['__report__'
     ("source", "test"),
     [
         (SAYS_YES.format(base=""), "assert f(1) == 2"),
-        (SAYS_YES.format(base=""), "assert f(1) in [1, 2]"),
-        (SAYS_YES.format(base=""), "assert f(1) > 3"),
-        (SAYS_YES.format(base=""), "assert [f(1)] == [2]"),
         (SAYS_YES.format(base="(int)"), "assert f(1) == 2"),
         (SAYS_YES.format(base="(list)"), "def check(it):\n    assert it(1) == [2]\ncheck(f)"),
         (READS_FILES, "assert f(1) == 2"),
-        (READS_FILES, "for _ in range(3):\n    assert 1 == 2"),
-        (READS_FILES, "def check(it):\n    assert it(1) == 2\ncheck(f)"),
         (READS_FILES, "cases = [(1, 2)]\nfor x, y in cases:\n    assert f(x) == 2"),
         (NO_REPORTS, "assert f(1) == 2\nassert f(1) == 2"),
         ("import builtins\nbuiltins.abs = lambda _: 0\ndef f(_):\n    return 5", "assert abs(f(1) - 1.4) < 0.01"),
         ("import os\ndef f(_):\n    if os.fork():\n        os._exit(0)\n    return 1", "assert f(1) == 2"),
         ('import os\nos.write(3, b\'[0, [{"int": "0x1"}], null]\\n\')\nos._exit(0)', "assert f(1) == 1"),
-        ("def f(_):\n    return 1", "assert f(1) == 1 and f(1) == 2"),
-        ("def f(_):\n    return 1", "assert 1 < 'a'"),
     ],
 )
 def test_what_a_test_expects_is_not_where_the_code_is(source, test):
@@ -226,7 +210,6 @@ def places(tmp_path, monkeypatch):
 SLEEPS = "import time\ntime.sleep(97)\n"
 ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends on kernel and time
     "infinite loop": ("while True:\n    pass", "stopped"),
-    "sleep": (SLEEPS, "stopped"),
     "ignores signals": (
         "import signal\nfor n in range(1, 65):\n    try:\n        signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError):\n        pass\nwhile True:\n    pass",
@@ -240,18 +223,12 @@ ATTACKS = {  # and what stops them; "": they end by themselves; None: it depends
     ),
     "huge output": ("while True:\n    print('x' * 100_000)", "stopped"),
     "memory hog": ("x = 'x' * (4 * 10**9)", "stopped"),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()", None),
     "writes outside": ("open('OUTSIDE/new', 'w').write('x')", ""),
     "removes outside": ("import shutil\nshutil.rmtree('OUTSIDE')", ""),
     "fills the disk": ("while True:\n    open('x', 'ab').write(bytes(2**20))", ""),
-    "kills its parent": ("import os\nos.kill(os.getppid(), 9)\n" + SLEEPS, None),
     "kills all": ("import os\nos.kill(-1, 9)\n" + SLEEPS, ""),
     "stops its group": ("import os\nos.killpg(0, 19)", "stopped"),
-    "leaves early": ("import os\nos._exit(0)", ""),
-    "leaves at once": ("raise SystemExit(0)", ""),
-    "crashes": ("import ctypes\nctypes.string_at(0)", ""),
     "closes its pipes": ("import os\nos.closerange(0, 64)\n" + SLEEPS, "stopped"),
-    "claims to be done": ("import os\nos.write(3, b'0' * 32)\nos._exit(0)", ""),
 }
 
 

@@ -1,19 +1,30 @@
-"""docs/extend/reward.md followed to the letter, and every YAML of docs/guide/rewards.md built and called."""
+"""docs/extend/reward.md followed to the letter, every YAML of docs/guide/rewards.md built and called; and what a start tries."""
 
 import contextlib
 import importlib.util
+import os
 import re
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import rewards_to_try as tried
 import yaml
 from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.rewards import answers, code, judge, math_verify, similarity, text
 from tunix_lite.rewards.scores import CompletionText
+from tunix_lite.rewards.text import brevity
+from tunix_lite.runs import setup
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import build
+from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, TaskConfig
+from tunix_lite.tasks.try_rewards import failing_functions
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 GUIDE = DOCS / "guide" / "rewards.md"
@@ -26,33 +37,20 @@ def yaml_of_the_guide() -> list[dict]:
     return [yaml.safe_load(body.replace("${generation.max_new_tokens}", "64")) for body in bodies]
 
 
-def rewards_of_the_guide() -> dict[str, Reward]:
-    found = {}
-    for number, block in enumerate(yaml_of_the_guide()):
-        for name, reward in build(dict[str, Reward], block["rewards"], "rewards").items():
-            found[f"{number}_{name}"] = reward
-    return found
-
-
 @pytest.fixture
 def as_if_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
 
 
 def test_every_reward_that_is_there_is_on_the_page_with_all_its_settings(as_if_installed):
-    on_the_page = {
-        name: {field for field, _ in pasted.items() if field != "_target_"}
-        for pasted in targets(yaml_of_the_guide())
-        for name in [pasted["_target_"].rpartition(".")[2]]
-    }
-    modules = (answers, code, judge, math_verify, similarity, text)
+    on_the_page = {pasted["_target_"].rpartition(".")[2] for pasted in targets(yaml_of_the_guide())}
     classes = {
         name: set(kind.__dataclass_fields__)
-        for module in modules
+        for module in (answers, code, judge, math_verify, similarity, text)
         for name, kind in vars(module).items()
         if isinstance(kind, type) and kind.__module__ == module.__name__ and "__call__" in vars(kind)
     }
-    assert len(classes) >= 11 and classes.keys() <= on_the_page.keys()
+    assert len(classes) >= 11 and classes.keys() <= on_the_page
     shown = GUIDE.read_text()
     for name, fields in classes.items():
         missing = {field for field in fields if not re.search(rf"\b{field}\b", shown)}
@@ -69,19 +67,17 @@ def targets(value) -> list[dict]:
 def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_installed):
     source = SimpleNamespace(train=[], held_out=[])
     called = 0
-    for reward in rewards_of_the_guide().values():
+    built = [build(dict[str, Reward], block["rewards"], "rewards") for block in yaml_of_the_guide()]
+    for reward in [reward for rewards in built for reward in rewards.values()]:
         TaskConfig(source, "{question}", {"r": reward})
         if isinstance(reward.fn, judge.Judge | math_verify.MathVerify):
             continue
         completion = CompletionText("<think>3 + 4</think><answer>7</answer>\n```python\n3\n```", 20)
-        found = reward.fn([completion] if reward.group else completion, EXAMPLE_ROW | {"answer": answer_for(reward)})
+        row = EXAMPLE_ROW | {"answer": "B" if isinstance(reward.fn, answers.ChoiceAnswer) else "7"}
+        found = reward.fn([completion] if reward.group else completion, row)
         assert all(isinstance(score, float | int) for score in (found if reward.group else [found]))
         called += 1
     assert called >= 10
-
-
-def answer_for(reward: Reward) -> str:
-    return "B" if isinstance(reward.fn, answers.ChoiceAnswer) else "7"
 
 
 def test_the_defaults_on_the_page_are_those_of_the_code(as_if_installed):
@@ -128,3 +124,61 @@ def test_rewards_of_trl_and_verl_run_as_the_page_says(with_the_example):  # noqa
         group = pool.submit(["it is 5", "6"], row, ["reward 'accuracy'"]).result()
         single = pool.submit(CompletionText("it is 5", 4), row, ["reward 'score'"]).result()
     assert group == {"reward 'accuracy'": ("", [1.0, 0.0])} and single == {"reward 'score'": ("", 1.0)}
+
+
+# ---- rewards are called before a run
+
+
+HALF_A_SECOND = RewardsConfig(timeout=0.5)
+
+
+def task_to_try(**rewards):
+    found = {name: fn if isinstance(fn, Reward) else Reward(fn) for name, fn in rewards.items()}
+    return TaskConfig(Arithmetic(worked=1), "{question}", found)
+
+
+def test_what_fails_on_every_completion_is_named_and_nothing_else():
+    """Each in words; a function that takes too long, or reads marks of its own, is not judged."""
+    task = task_to_try(
+        wrong=tried.wrong_key,
+        short=Reward(tried.too_few, group=True),
+        later=tried.waits,
+        marks=tried.inside_marks,
+        each=Reward(tried.one_each, group=True),
+        stuck=tried.stuck,
+    )
+    found = failing_functions(task, {"question": "1 + 2", "answer": "3"}, 3, HALF_A_SECOND)
+    wrong, short, later = found.split("; ")
+    assert wrong == (
+        "reward 'wrong' failed with KeyError: 'anser' (rewards_to_try.py, line 9) for the completion "
+        "'I think that the answer is 7.'"
+    )
+    assert short.startswith("reward 'short' is 1 numbers, not 3, for the completions ['I think")
+    assert later.startswith("reward 'later' is <coroutine object waits") and "not a number, for the completion" in later
+
+
+def test_objects_and_rewards_of_this_package_are_not_called_and_functions_are_in_a_process_of_their_own(tmp_path):
+    plain, object_ = tmp_path / "plain", tmp_path / "object"
+    task = task_to_try(server=tried.Server(str(object_)), short=partial(brevity, length=0))
+    assert failing_functions(task, {"answer": "3"}, 4, HALF_A_SECOND) == "" and not object_.exists()
+    called = task_to_try(plain=partial(tried.counts, file=str(plain)))
+    assert failing_functions(called, {"answer": "3"}, 4, HALF_A_SECOND) == ""
+    pids = plain.read_text().split()
+    assert len(pids) == 2 and len(set(pids)) == 1 and pids[0] != str(os.getpid())
+
+
+def test_a_failing_reward_ends_the_start_or_is_a_warning_as_on_error_says(tmp_path, monkeypatch):
+    """Only the first process calls rewards; nothing is written; the second look of a start calls nothing again."""
+    run = compose(["evaluation.num_examples=4"])
+    run = replace(run, task=replace(run.task, rewards=run.task.rewards | {"wrong": Reward(tried.wrong_key)}))
+    folder = RunDir(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"^task: tried on made-up completions .*: reward 'wrong' failed with KeyError: 'anser'"
+    ):
+        prepare(run, folder)
+    assert not folder.path.exists()
+    parts = prepare(replace(run, rewards=replace(run.rewards, on_error="drop")), folder)
+    assert parts.failing.startswith("reward 'wrong' failed")
+    assert prepare(run, folder, parts).failing == parts.failing
+    monkeypatch.setattr(setup.jax, "process_index", lambda: 1)
+    assert prepare(run, folder).failing == ""

@@ -9,15 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tunix_lite.rewards.judge import Judge, JudgeError
-from tunix_lite.workers.pool import Pool, RewardsConfig
 
-ZERO = RewardsConfig("zero", timeout=20.0)
 PROMPT = "Is {completion} a good answer to {question}? End with Score: 0 to 10."
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request by the next of `answers` (the last one for ever): a text, an HTTP status, a function of the
-    handler; and keeps what it was asked."""
+    """Answers each request by the next of `answers` (the last one for ever): a text, a status, or a function."""
 
     daemon_threads = True
 
@@ -72,24 +69,11 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
     ("answer", "settings", "score"),
     [
         ("Score: 7", {}, 0.7),
-        ("Score: 3. No, Score: 8", {}, 0.8),
         ("**SCORE**: 10", {}, 1),
-        ("score = 0", {}, 0),
-        ("Score: 3", {"lowest": 1.0, "highest": 5.0}, 0.5),
-        ("Score: -1", {"lowest": -1.0, "highest": 1.0}, 0),
-        ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
-        ("I say Yes.", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, 1),
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
-        (
-            "Yes",
-            {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}},
-            1,
-        ),  # as YAML reads {yes: 1, no: 0}
-        ("FALSE", {"pattern": r"(?i)\b(true|false)\b", "scores": {True: 1.0, False: 0.5}}, 0.5),
+        # as YAML reads {yes: 1, no: 0}
+        ("Yes", {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}}, 1),
         ("Score (0 to 10): 8", {}, 0.8),
-        ("Score (8)", {}, 0.8),
-        ("**Score:** **8**/10.", {}, 0.8),
-        ("## Score\n8.", {}, 0.8),
     ],
 )
 def test_the_last_score_of_the_answer_counts(answer, settings, score):
@@ -110,10 +94,7 @@ def test_the_last_score_of_the_answer_counts(answer, settings, score):
     [
         ("It is good.", "the judge's answer holds no score: 'It is good.'"),
         ("Score: 11", "the judge's 11 is not from 0 to 10"),
-        ("", "holds no score: ''"),
         ("Score: 7,5", "holds no score"),
-        ("Score: 7 to 9", "holds no score"),
-        ("Score (0-10)", "holds no score"),
     ],
 )
 def test_an_answer_without_a_score_is_an_error(answer, message):
@@ -135,8 +116,6 @@ def test_what_may_pass_is_tried_again_and_what_will_not_is_not():
             judge(server)("4", EXAMPLE)
         assert len(server.asked) == 1
     with serving(lambda handler: handler.say(200, b"<html>"), "Score: 5") as server:
-        assert judge(server)("4", EXAMPLE) == 0.5
-    with serving(lambda handler: handler.say(200, b'{"choices": []}'), "Score: 5") as server:
         assert judge(server)("4", EXAMPLE) == 0.5
     closed = Server("")
     closed.server_close()
@@ -180,23 +159,17 @@ def test_a_judge_that_is_slow_or_endless_is_given_up():
     [
         (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000, "RecursionError"),
         (b"HTTP/1.0 200 OK\r\n" + b"X-A: a\r\n" * 200 + b"\r\n{}", "HTTPException: got more than 100 headers"),
-        (b"HTTP/1.0 200 OK\r\nX-A: " + b"a" * 70_000 + b"\r\n\r\n{}", "LineTooLong"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "BadStatusLine: SSH-2.0-OpenSSH_9.2"),
-        (b"", "RemoteDisconnected"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", "IncompleteRead|JSONDecodeError|KeyError"),
         (b'HTTP/1.0 200 OK\r\n\r\n{"a": "\xc3(', "UnicodeDecodeError"),
         (b"HTTP/1.0 503 \x1b[31mred\r\n\r\n\x1b]0;title\x07", r"HTTP 503 \\x1b\[31mred \\x1b\]0;title\\x07"),
-        (b"HTTP/1.1 500 A\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "HTTP 500 A"),
     ],
     ids=lambda said: said[:24] if isinstance(said, bytes) else "",
 )
 def test_what_is_no_answer_is_a_judge_error_and_asked_for_again(said, message):
-    with serving(lambda handler: handler.wfile.write(said), "Score: 5") as server:
-        assert judge(server)("4", EXAMPLE) == 0.5 and len(server.asked) == 2
     with serving(lambda handler: handler.wfile.write(said)) as server:
         with pytest.raises(JudgeError, match=message) as failed:
             judge(server)("4", EXAMPLE)
-        assert str(failed.value).isprintable()
+        assert str(failed.value).isprintable() and len(server.asked) == 2
 
 
 def test_a_key_that_is_no_header_is_refused_and_not_shown(monkeypatch):
@@ -224,25 +197,12 @@ def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
         assert "Authorization" not in other.headers[0]
 
 
-def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
-    with serving(503) as server, contextlib.closing(Pool({"judge": judge(server)}, ZERO)) as pool:
-        kind, how = pool.submit("4", EXAMPLE).result()["judge"]
-    assert kind == "error" and "JudgeError: the judge at http://127.0.0.1" in how
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
-        ({"base_url": "localhost:8000"}, "base_url="),
         ({"base_url": "http://127.0.0.1:1/v1\r\nX-A: 1"}, r"base_url='http://127.0.0.1:1/v1\\r\\nX-A: 1'; write it as"),
-        ({"base_url": "http://127.0.0.1:1/v 1"}, "base_url="),
-        ({"base_url": "http://127.0.0.1:99999/v1"}, "base_url="),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
-        ({"pattern": "Score"}, "has no group"),
-        ({"prompt": "{completion"}, "prompt='{completion': expected '}'"),
-        ({"pattern": "(Score"}, r"pattern='\(Score': missing \)"),
-        ({"lowest": 10.0}, "lowest=10.0 must be below highest=10.0"),
         ({"retries": -1}, "retries and backoff not negative"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such variable"),
     ],

@@ -236,25 +236,19 @@ def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, s
     assert tokens_of(completions) == tokens_of(greedy[0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(mesh=(1, 1), slots=4, chunk=4), pytest.param(dict(mesh=(2, 2), slots=4, chunk=3), marks=pytest.mark.wide)],
-    ids=str,
-)
-def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch, options):
+def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch):
     """Prompts of up to 12 tokens and completions of up to 34: 16 columns, 32 and all 46; a window of 5 beside it."""
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
-    widths, start_chunk, options = set(), engine.Engine.start_chunk, dict(options)
+    widths, start_chunk = set(), engine.Engine.start_chunk
 
     def watched(scheduler):
         start_chunk(scheduler)
         widths.add(scheduler.slots.cache[-1].k.shape[2])
 
     monkeypatch.setattr(engine.Engine, "start_chunk", watched)
-    set_mesh(*options.pop("mesh"))
-    sample, params = sampler(two_layers, **options), random_params(two_layers)
+    sample = sampler(two_layers, slots=4, chunk=4)
     for expected, temperature in ((sampled, 1.0), (greedy, 0.0)):
-        completions, _ = all_of(sample(params, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature))
+        completions, _ = all_of(sample(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP, temperature))
         assert tokens_of(completions) == tokens_of(expected[0])
         for got, other in zip(completions, expected[0]):
             np.testing.assert_allclose(got.logprobs, other.logprobs, atol=1e-5)

@@ -12,7 +12,7 @@ from tunix_lite.planning.kernels import kernels, predicted_seconds
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from roofline import copies, count
+from roofline import copies, count, decode_step
 
 H100 = HARDWARE["h100"]
 
@@ -158,16 +158,15 @@ def test_what_starts_and_is_done_later_counts_once_and_on_chip_memory_costs_noth
 
 
 @pytest.mark.parametrize(
-    "product, flops",
+    "product, shape",
     [
         # [8, 32] x [32, 16]
-        ("convolution(%p, %q), dim_labels=bf_io->bf", 2 * 8 * 32 * 16),
+        ("convolution(%p, %q), dim_labels=bf_io->bf", "f32[8,16]{1,0}"),
         # XLA for TPU writes 8 products [1, 32] x [32, 16] so: dim 0 is spatial, and of 8 x 8 positions 8 meet
-        ("convolution(%r, %s), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf", 2 * 8 * 32 * 16),
+        ("convolution(%r, %s), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf", "f32[8,1,16]{2,1,0}"),
     ],
 )
-def test_the_flops_of_a_product_that_is_written_as_a_convolution(product, flops):
-    shape = "f32[8,16]{1,0}" if "window" not in product else "f32[8,1,16]{2,1,0}"
+def test_the_flops_of_a_product_that_is_written_as_a_convolution(product, shape):
     found = one(
         "%p = f32[8,32]{1,0} parameter(0)",
         "%q = f32[32,16]{1,0} parameter(1)",
@@ -175,7 +174,7 @@ def test_the_flops_of_a_product_that_is_written_as_a_convolution(product, flops)
         "%s = f32[8,32,16]{2,1,0} parameter(3)",
         f"ROOT %c = {shape} {product}",
     )
-    assert found["c"].flops == flops
+    assert found["c"].flops == 2 * 8 * 32 * 16
 
 
 def test_a_library_call_has_its_flops_in_its_settings_and_a_callback_waits_for_the_host():
@@ -201,49 +200,36 @@ def test_the_time_is_a_launch_and_the_slowest_of_compute_memory_and_links_kernel
     assert predicted_seconds([of_links, of_memory], H100) == pytest.approx(2e-6 + 1e-3 + 3e-6)
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize("target, platform", [("h100", "cuda"), ("v5e-1", "tpu")])
-def test_a_decode_step_of_qwen_has_the_flops_of_the_model_and_no_more_kernels_than_before(
-    target, platform, monkeypatch
-):
-    """As XLA of jax 0.10.2 compiles it; another version may fuse otherwise, for better or worse."""
+def decoded(target: str, model: str, slots: int, *settings: str) -> dict:
+    """What benchmarks/roofline.py finds, as XLA of jax 0.10.2 and libtpu 0.0.52 compile it."""
+    platform = "cuda" if target == "h100" else "tpu"
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
         pytest.skip(f"the compiler for {target} is not installed")
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    sys.modules.pop("roofline", None)
-    from roofline import decode_step
+    return decode_step(target, model, slots, *[list(settings)] * bool(settings))
 
-    found = decode_step(target, "qwen3_0.6b", 64)
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["h100", "v5e-1"])
+def test_a_decode_step_of_qwen_has_the_flops_of_the_model_and_no_more_kernels_than_before(target):
+    found = decoded(target, "qwen3_0.6b", 64)
     assert found["flops_over_model"] == pytest.approx(1, abs=0.01)
     assert found["large_copies"] == 0
     assert {name: found[name] for name, most in COMMITTED[target].items() if found[name] > most} == {}
 
 
 @pytest.mark.aot
-def test_no_logits_reach_the_memory_of_an_h100_with_the_fused_kernels(monkeypatch):
-    """As XLA of jax 0.10.2 compiles it. Without the kernel every byte is 1.161 times the floor."""
-    if not any(importlib.util.find_spec(module) for module in COMPILERS["cuda"]):
-        pytest.skip("the compiler for an h100 is not installed")
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    sys.modules.pop("roofline", None)
-    from roofline import decode_step
-
-    found = decode_step("h100", "qwen3_0.6b", 256, ["rollout.kernels=fused"])
+def test_no_logits_reach_the_memory_of_an_h100_with_the_fused_kernels():
+    """Without the kernel every byte is 1.161 times the floor."""
+    found = decoded("h100", "qwen3_0.6b", 256, "rollout.kernels=fused")
     assert found["bytes_over_floor"] <= 1.14
     assert found["kernels_beside"] <= 10
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("slots, most", [(64, 1.05), (256, 1.15)])
-def test_a_tpu_does_not_move_the_cache_into_its_chip_and_out_again(slots, most, monkeypatch):
-    """As libtpu 0.0.52 compiles it. Without the option for decoding it is 1.351 and 1.498."""
-    if not any(importlib.util.find_spec(module) for module in COMPILERS["tpu"]):
-        pytest.skip("the compiler for a v5e is not installed")
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    sys.modules.pop("roofline", None)
-    from roofline import decode_step
-
-    found = decode_step("v5e-1", "gemma3_1b", slots)
+def test_a_tpu_does_not_move_the_cache_into_its_chip_and_out_again(slots, most):
+    """Without the option for decoding it is 1.351 and 1.498."""
+    found = decoded("v5e-1", "gemma3_1b", slots)
     assert found["bytes_over_floor"] <= most and not found["extrapolated"]
     assert found["large_copies"] == 0
 

@@ -15,10 +15,10 @@ from tunix_lite.basics.types import Batch, RowBatch
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import decoder, rounding, source, weights
+from tunix_lite.models import decoder, layer_by_layer, rounding, source, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.parallel.mesh import make_mesh, sharding
-from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
+from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -116,7 +116,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     batch = RowBatch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
     programs = Programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
-    per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
+    per_layer_params = jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, prompt_cache = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
     )
@@ -187,8 +187,8 @@ def test_a_layer_rounds_in_the_same_places_in_every_program(name):
 @pytest.mark.parametrize("target", ["h100x1", "v5e-1"])
 @pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
 def test_on_accelerators_a_layer_rounds_in_the_same_places_in_every_program(target, name):
-    found = find_target(target)
+    found = find_machine(target)
     if not any(importlib.util.find_spec(module) for module in COMPILERS[found.hardware.platform]):
         pytest.skip(f"the compiler for {target} is not installed")
-    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), compile_only_devices(found))):
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), devices_of(found))):
         check_roundings(name)

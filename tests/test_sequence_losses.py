@@ -72,14 +72,10 @@ def of_the_formulas():
     old = np.where(counts, known.logprobs - away, 1e30).astype(np.float32)  # what does not count never matters
     batch = replace_all(known.batch, weight, advantages, old)
 
-    losses, slopes = 0.0, np.zeros(counts.shape)
-    clipped = 0
-    for b in range(SEQUENCES):
-        real = counts[b]
-        if not real.any():
-            continue
+    losses, slopes, clipped = 0.0, np.zeros(counts.shape), 0
+    for b in np.flatnonzero(counts.any(axis=1)):
+        real, A = counts[b], float(advantages[b, 0])
         ratio = math.exp(np.mean(known.logprobs[b, real] - np.float64(old[b, real])))
-        A = float(advantages[b, 0])
         bounded = min(max(ratio, 1 - CLIP["clip_low"]), 1 + CLIP["clip_high"])
         share = float(np.float64(weight[b, real]).sum())  # 1 / SEQUENCES, of float32 weights
         losses -= share * min(ratio * A, bounded * A)

@@ -11,10 +11,11 @@ import pytest
 from tests.conftest import set_mesh
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import Batch, Max, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import accumulate
-from tunix_lite.learner.optim import num_updates
+from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, num_updates
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
@@ -115,9 +116,6 @@ def small_problem(max_grad_norm, steps=3, slope=(30.0, -40.0, 0.0), rate=0.1):
     slope = np.array(slope, np.float32)
     batch = RowBatch(tokens=np.zeros((1, 3), np.int32), token_mask=np.ones((1, 3), bool), loss_weight=slope[None])
     batch = jax.tree.map(lambda x: put(x, "batch", "seq"), batch)
-    from tunix_lite.algorithms.sft import SFT
-    from tunix_lite.learner.optim import OptimizerConfig, make_optimizer
-
     cfg = OptimizerConfig(learning_rate=rate, max_grad_norm=max_grad_norm, beta1=0.0, beta2=0.0, eps=1.0)
     optimizer = make_optimizer(cfg, max_steps=steps)
     params = {"x": jnp.zeros(3)}

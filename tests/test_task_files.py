@@ -1,5 +1,6 @@
 """Tasks of files of one's own, from the command line alone."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,18 +38,10 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
     rows = [{"word": f"w{i}", "answer": str(i), "hint": "h"} for i in range(20)]
     json_lines(tmp_path / "train.jsonl", rows)
     json_lines(tmp_path / "held_out.jsonl", [{"word": "x", "answer": "3", "hint": ""}] * 3)
-    run = compose(
-        [
-            "task=jsonl",
-            f"task.train={tmp_path / 'train.jsonl'}",
-            f"task.held_out={tmp_path / 'held_out.jsonl'}",
-            "task.prompt='Spell {word}!'",
-            "task.system='Be kind.'",
-            "task.reward=test_task_files.near",
-            "training.prompts_per_step=2",
-            "generation.max_prompt_length=48",
-        ]
-    )
+    files = [f"task.{name}={tmp_path / name}.jsonl" for name in ("train", "held_out")]
+    texts = ["task.prompt='Spell {word}!'", "task.system='Be kind.'", "task.reward=test_task_files.near"]
+    sizes = ["training.prompts_per_step=2", "generation.max_prompt_length=48"]
+    run = compose(["task=jsonl", *files, *texts, *sizes])
     assert list(run.task.rewards) == ["near"] and run.task.correct is near
     assert run.task.rewards["near"].fn("3 ", rows[3]) == 1 and run.task.extract(" 3\n") == "3"
     parts = prepare(run, RunDir(tmp_path / "run"))
@@ -71,42 +64,6 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     assert held_out_in_training(task) == 0
 
 
-def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
-    file = tmp_path / "rows.csv"
-    file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
-    rows = Rows(str(file), "csv")
-    assert rows == [{"question": "1 + 1, said\nhe", "answer": "2"}, {"question": "3 + 4", "answer": "7"}]
-    assert [rows[i].place[-6:] for i in (0, 1)] == ["line 2", "line 5"]
-    task = words(
-        ["task=csv", f"task.train={file}", f"task.held_out={file}", "task.prompt='{question}?'", REWARD], tokenizer
-    )
-    assert task.text.ask(rows[1]) == "3 + 4?"
-    for content, says in (
-        (b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]; .* each needs a name of its own"),
-        (b"a,b\n1,2\n1,2,3\n", "line 3: 3 values for 2 columns"),
-        (b"a,b\n1,\xff\n", "line 2: not UTF-8"),
-        (b'a,b\n1,"x"y\n', "line 2: not CSV"),
-        (b"a,b\n", "holds no examples"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=says):
-            Rows(str(file), "csv")
-
-
-def test_parquet_rows_are_dicts(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    table = pyarrow.Table.from_pylist([{"question": "1 + 1", "messages": [{"role": "user", "content": "hi"}]}] * 3)
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = Rows(str(tmp_path / "rows.parquet"), "parquet")
-    assert rows[2] == {"question": "1 + 1", "messages": [{"role": "user", "content": "hi"}]}
-    assert rows[2].place.endswith("rows.parquet, row 3")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(ValueError, match="bad.parquet: cannot be read as Parquet"):
-        Rows(str(tmp_path / "bad.parquet"), "parquet")
-
-
 BAD = ["{oops", {"answer": "1"}, "[1]", {"question": "\ud800"}]
 
 
@@ -125,6 +82,8 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
         json_lines(train, [good[0], bad])
         with pytest.raises(ValueError, match=rf"train.jsonl, line 2: {says}"):
             _ = FileRows(str(train), None, "jsonl", "raise", task.config.template).train
+    with pytest.raises(ValueError, match="no.jsonl is not a file"):
+        _ = FileRows(str(tmp_path / "no.jsonl"), None, "jsonl", "raise", task.config.template).train
     json_lines(train, BAD)
     with pytest.raises(ValueError, match="holds no examples; all 4 rows were left out, the first: .*line 1: not JSON"):
         _ = FileRows(str(train), None, "jsonl", "skip", task.config.template).train
@@ -136,7 +95,7 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
         ([], "task: train is missing: give task.train=FILE"),
         (["task.train=a"], "task: reward is missing: give task.reward=module.function"),
         (["task.train=a", "task.reward=nowhere.near"], "task.reward._target_: cannot import 'nowhere.near'"),
-        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl, csv, parquet"),
+        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl or parquet"),
         (["task.train=a", REWARD, "task.on_error=drop"], "task: on_error='drop'; it is raise or skip"),
         (["task.train=a", REWARD, "task.learned_turns=no"], "task: learned_turns='no'; it is last or all"),
         (
@@ -155,21 +114,6 @@ def test_a_wrong_task_of_files_is_named(overrides, says):
     with pytest.raises(ConfigError) as failed:
         compose(["task=jsonl", *overrides])
     assert says in str(failed.value)
-
-
-@pytest.mark.parametrize(
-    "settings, says",
-    [
-        (["task=jsonl", REWARD, "task.train={}/no.jsonl"], "no.jsonl is not a file"),
-        (["task=csv", REWARD, "task.train={}/empty.csv"], r"line 1: the columns are \[\]; the first line names them"),
-    ],
-)
-def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
-    json_lines(tmp_path / "rows.jsonl", [{"prompt": "1"}])
-    (tmp_path / "empty.csv").write_text("")
-    source = words([text.format(tmp_path) for text in [*settings, "task.held_out={}/rows.jsonl"]]).config.source
-    with pytest.raises(ValueError, match=says):
-        _ = source.train
 
 
 @pytest.mark.parametrize(
@@ -195,11 +139,8 @@ def test_a_row_that_needs_a_token_without_an_embedding_is_named_at_the_start(
 
 
 def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
-    """PowerShell and Notepad write EF BB BF before UTF-8; CSV was read with it before JSON lines were."""
-    plain = b'{"q": "1"}\n{"q": "2"}\n'
-    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
-    file = str(tmp_path / "marked.jsonl")
-    assert list(Rows(file)) == [{"q": "1"}, {"q": "2"}]
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"q": "1"}\n{"q": "2"}\n')
+    assert list(Rows(str(tmp_path / "marked.jsonl"))) == [{"q": "1"}, {"q": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +161,5 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
 def test_a_reward_that_could_not_be_called_is_refused_before_anything_is_compiled(reward, says):
     run = compose([f"+task.rewards.t={{fn: {reward}}}"])
     examples = [{"prompt": "1"}, {"prompt": "2", "answer": "3"}]
-    if says is None:
-        check_fields(run.task.rewards, examples)
-        return
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
         check_fields(run.task.rewards, examples)

@@ -1,19 +1,17 @@
-"""GSM8K, conversations, preferences and reasoning-gym as tasks, on files that the tests make."""
+"""GSM8K, conversations and preferences as tasks, on files that the tests make."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from test_task_files import json_lines
 from test_tokenizer import FAMILIES
 
-from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.score import held_out_examples
+from tunix_lite.runs.evaluate import held_out_examples
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.chat import like_answer, same_as_answer
@@ -21,12 +19,6 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.gsm8k import flexible, strict
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.workers.pool import check_portable
-
-
-def written(file: Path, rows: list) -> Path:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return file
 
 
 def task_of(overrides: list[str], tokenizer) -> Task:
@@ -43,7 +35,7 @@ NATALIA = {
 
 def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     large = {"question": "How much?", "answer": "#### 1,024"}
-    file = written(tmp_path / "train.jsonl", [NATALIA, large])
+    file = json_lines(tmp_path / "train.jsonl", [NATALIA, large])
     task = task_of(["task=gsm8k", f"task.source.train_file={file}", f"task.source.held_out_file={file}"], tokenizer)
     first, second = task.config.source.train
     assert (first["answer"], second["answer"]) == ("72", "1024")
@@ -58,7 +50,7 @@ def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
         ({"question": "x", "answer": "#### many"}, "not in `#### 72`"),
         ({"problem": "x"}, "a row of GSM8K has a text `question`; this one has problem"),
     ):
-        bad = written(tmp_path / "bad.jsonl", [row])
+        bad = json_lines(tmp_path / "bad.jsonl", [row])
         with pytest.raises(ValueError, match=says):
             _ = replace(task.config.source, train_file=str(bad)).train
 
@@ -68,18 +60,14 @@ def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     [
         ("48 + 24 = 72\n#### 72", 1, 1),
         ("#### 72.", 1, 1),
-        ("#### 72.00", 1, 1),
-        ("#### -72", 0, 0),
         ("#### 7,2", 0, 0),  # no thousands separator stands there
         ("####72", 0, 1),  # the format wants a space
         ("The answer is 72.", 0, 1),
-        ("she sold $72", 0, 1),
         ("72 altogether, 24 of them in May", 0, 0),  # the last number counts
         ("#### 24\n#### 72", 0, 0),  # the first mark counts
         ("#### 72\nNext: 5 apples", 1, 1),
         ("48 + 24 = 72\n#### ", 0, 0),  # cut off
         ("", 0, 0),
-        ("seventy-two", 0, 0),
     ],
 )
 def test_gsm8k_is_scored_strictly_or_flexibly(completion, is_strict, is_flexible):
@@ -89,23 +77,15 @@ def test_gsm8k_is_scored_strictly_or_flexibly(completion, is_strict, is_flexible
 
 def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
     asked = []
-
-    def folder(name, patterns):
-        asked.append((name, patterns))
-        return tmp_path
-
-    monkeypatch.setattr("tunix_lite.tasks.gsm8k.dataset_folder", folder)
+    monkeypatch.setattr("tunix_lite.tasks.gsm8k.dataset_folder", lambda *of: asked.append(of) or tmp_path)
     source = compose(["task=gsm8k"]).task.source
     with pytest.raises(ValueError, match=r"openai/gsm8k has 0 files main/train-\*.parquet, not one; give task.source"):
         _ = source.train
     assert asked == [("openai/gsm8k", ("main/train-*.parquet", "main/test-*.parquet"))]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "main").mkdir()
-    if importlib.util.find_spec("pyarrow"):
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist([NATALIA]), tmp_path / "main" / "test-00000-of-00001.parquet")
-        assert source.held_out[0]["answer"] == "72"
+    parquet.write_table(pyarrow.Table.from_pylist([NATALIA]), tmp_path / "main" / "test-00000-of-00001.parquet")
+    assert source.held_out[0]["answer"] == "72"
 
 
 # ---- conversations
@@ -114,25 +94,6 @@ def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
 def chat_of(*texts: str) -> dict:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
-
-
-def test_sft_learns_from_all_turns_of_the_assistant_or_from_the_last(tmp_path, tokenizer):
-    file = written(tmp_path / "chats.jsonl", [chat_of("hi", "ho", "1 + 1?", "2"), chat_of("9?", "nine")])
-    given = ["task=chat", f"task.train={file}", f"task.held_out={file}"]
-    learned = {}
-    for turns in ("all", "last"):
-        task = task_of([*given, f"task.learned_turns={turns}"], tokenizer)
-        assert check_all_rows(task, True, 2).startswith("2 examples to train on")
-        batch, _, _ = SFT().collect(None, task, None, list(task.config.source.train), None)
-        learned[turns] = [
-            tokenizer.decode(row[weight > 0], skip_special=False)
-            for row, weight in zip(batch.tokens, batch.loss_weight)
-        ]
-        np.testing.assert_allclose(batch.loss_weight.sum(), 1, atol=1e-6)
-    assert learned == {
-        "all": ["ho<end_of_turn>2<end_of_turn>", "nine<end_of_turn>"],
-        "last": ["2<end_of_turn>", "nine<end_of_turn>"],
-    }
 
 
 def test_a_conversation_is_evaluated_by_its_answer():
@@ -164,10 +125,10 @@ def small(file: Path, kind: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("kind, what", [("chat", "completions"), ("preferences", "`rejected`")])
 def test_what_is_too_long_to_learn_from_is_found_at_the_start(tmp_path, kind, what):
     """The last of 30 rows, whose turn would come after 14 updates; and what a batch that meets it says."""
-    file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 30, {29}))
+    file = json_lines(tmp_path / "rows.jsonl", rows_of_kind(kind, 30, {29}))
     says = rf"1 of 30 training {what} are longer than generation.max_new_tokens=12; .* has 41 tokens \(.*line 30\)"
     with pytest.raises(
-        ConfigError, match=rf"{says}; raise it to at least 41, or set generation.long_prompts=truncate o"
+        ConfigError, match=f"{says}; raise it to at least 41, or set generation.long_prompts=truncate o"
     ):
         prepare(compose(small(file, kind)), RunDir(tmp_path / "run"))
     task = Task(compose(small(file, kind)).task, Tokenizer.load(BUNDLED), 48, 12)
@@ -176,10 +137,11 @@ def test_what_is_too_long_to_learn_from_is_found_at_the_start(tmp_path, kind, wh
         task.demonstrations(task.config.source.train[29:], name)
 
 
-@pytest.mark.parametrize("kind", ["chat", "preferences"])
-@pytest.mark.parametrize("setting", ["task.on_error=skip", "generation.long_prompts=drop"])
+@pytest.mark.parametrize(
+    "kind, setting", [("chat", "task.on_error=skip"), ("preferences", "generation.long_prompts=drop")]
+)
 def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path, kind, setting):
-    file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 12, {1, 4, 11}))
+    file = json_lines(tmp_path / "rows.jsonl", rows_of_kind(kind, 12, {1, 4, 11}))
     parts = prepare(compose(small(file, kind, setting)), RunDir(tmp_path / "run"))
     assert f"3 of 12 training {'completions' if kind == 'chat' else '`rejected`'} are longer than" in parts.data
     assert f"and are left out ({setting})" in parts.data
@@ -193,12 +155,10 @@ def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path,
 def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing_to_learn(tmp_path):
     """The bundled template has no form for tools; line 3 ends with the user."""
     bad = [{**chat_of("hi", "ho"), "tools": TOOLS}, chat_of("a", "b", "c")]
-    file = written(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
-    held_out = written(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
+    file = json_lines(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
+    held_out = json_lines(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
     given = small(file, "chat", "task.learned_turns=last", f"task.held_out={held_out}")
-    with pytest.raises(
-        ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no form"
-    ):
+    with pytest.raises(ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no"):
         prepare(compose(given), RunDir(tmp_path / "run"))
     parts = prepare(compose([*given, "task.on_error=skip"]), RunDir(tmp_path / "run"))
     found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
@@ -218,7 +178,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
     ],
 )
 def test_a_row_without_an_answer_to_learn_from_says_what_is_right(tmp_path, tokenizer, turns, row, says):
-    file = written(tmp_path / "rows.jsonl", [row])
+    file = json_lines(tmp_path / "rows.jsonl", [row])
     task = task_of(
         ["task=chat", f"task.train={file}", f"task.learned_turns={turns}", f"task.held_out={file}"], tokenizer
     )
@@ -227,14 +187,14 @@ def test_a_row_without_an_answer_to_learn_from_says_what_is_right(tmp_path, toke
 
 
 def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp_path):
-    file = written(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "completion": "2"}] * 2)
+    file = json_lines(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "completion": "2"}] * 2)
     given = ["task=jsonl", f"task.held_out={file}", "evaluation.num_examples=2"]
     task = compose(["algorithm=sft", *given, f"task.train={file}"]).task
     assert task.correct(" 2", task.source.train[0]) == 1 and task.correct("3", task.source.train[0]) == 0
     with pytest.raises(ConfigError, match="task: reward is missing: give task.reward=module.function"):
         compose([*given, f"task.train={file}"])
     run = compose([*given, "task.reward=tunix_lite.rewards.math.correct"])
-    assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None).examples) == 2
+    assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None)[1]) == 2
     with pytest.raises(ConfigError, match="train is missing: give task.train=FILE"):
         prepare(run, RunDir(tmp_path / "run"))
 
@@ -276,7 +236,7 @@ def families(tmp_path_factory):
 
 
 def learned_of(row: dict, folder: Path, tmp_path: Path, learned_turns: str = "last", kind: str = "chat", *more) -> Task:
-    file = written(tmp_path / "rows.jsonl", [row])
+    file = json_lines(tmp_path / "rows.jsonl", [row])
     given = [f"task={kind}", f"task.train={file}", f"task.held_out={file}", f"task.learned_turns={learned_turns}"]
     return replace(task_of([*given, *more], Tokenizer.load(folder)), max_prompt_length=4096, max_new_tokens=4096)
 
@@ -304,11 +264,6 @@ def test_tool_calls_and_tools_of_a_row_are_written_as_the_template_writes_them(t
     asked = ["task.prompt='{q}'", "task.reward=test_task_files.near"]
     task = learned_of({"q": "Weather?", "tools": TOOLS}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
     assert task.tokenizer.decode(task.prompts(task.held_out(1))[0], skip_special=False) == QWEN_25[0]
-    asked = ["task.prompt='{q} {tools}'", "task.reward=test_task_files.near"]
-    task = learned_of({"q": "Weather?", "tools": "a hammer"}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
-    assert "You help.<|im_end|>\n<|im_start|>user\nWeather? a hammer<|im_end|>" in task.tokenizer.decode(
-        task.prompts(task.held_out(1))[0], skip_special=False
-    )
 
 
 def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
@@ -324,10 +279,10 @@ def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "name": "z"}]},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    json_lines = written(tmp_path / "rows.jsonl", rows)
+    lines = json_lines(tmp_path / "rows.jsonl", rows)
     tokenizer = Tokenizer.load(families["qwen2.5"])
     found = []
-    for file, form in ((json_lines, "jsonl"), (tmp_path / "rows.parquet", "parquet")):
+    for file, form in ((lines, "jsonl"), (tmp_path / "rows.parquet", "parquet")):
         task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}", f"task.format={form}"], tokenizer)
         train = task.config.source.train
         found.append([(task.text.prompt(row), task.text.demonstration(row)) for row in train])
@@ -365,15 +320,12 @@ def test_rows_are_the_tokens_of_transformers(tmp_path, families, family):
     theirs = transformers.AutoTokenizer.from_pretrained(families[family])
     parsed = [json.loads(json.dumps(one)) for one in WEATHER["messages"]]
     parsed[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Paris", "n": None}
-    plain = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "ho"},
-        {"role": "user", "content": "?"},
-    ]
-    cases = [([*plain, {"role": "assistant", "content": "y", "name": "z"}], None)]
-    if family != "gemma":
-        cases += [(parsed[:2], None)] if family != "qwen3" else [(parsed[:1] + parsed[3:], TOOLS)]
-        cases += [(parsed[:2], TOOLS)] if family != "qwen3" else []
+    plain = [*chat_of("hi", "ho", "?")["messages"], {"role": "assistant", "content": "y", "name": "z"}]
+    cases = [(plain, None)]
+    if family == "qwen3":
+        cases.append((parsed[:1] + parsed[3:], TOOLS))
+    elif family != "gemma":
+        cases += [(parsed[:2], None), (parsed[:2], TOOLS)]
     for messages, tools in cases:
         row = {"messages": messages} | ({"tools": tools} if tools else {})
         if messages == parsed[:2]:
@@ -401,13 +353,10 @@ def test_preferences_are_pairs_of_answers_to_one_prompt(tmp_path, tokenizer):
         "chosen": [*same_prompt, {"role": "assistant", "content": "6"}],
         "rejected": [*same_prompt, {"role": "assistant", "content": "7"}],
     }
-    file = written(tmp_path / "pairs.jsonl", [PAIR, as_chats])
+    file = json_lines(tmp_path / "pairs.jsonl", [PAIR, as_chats])
     task = task_of(["task=preferences", f"task.train={file}", f"task.held_out={file}"], tokenizer)
     pairs = list(task.config.source.train)
-    assert [(pair["chosen"], pair["rejected"], pair["completion"]) for pair in pairs] == [
-        ("4", "5", "4"),
-        ("6", "7", "6"),
-    ]
+    assert [[pair[name] for name in ("chosen", "rejected", "completion")] for pair in pairs] == [[*"454"], [*"676"]]
     assert [task.text.ask(pair) for pair in pairs] == ["2 + 2?", "3 + 3?"]
     assert task.config.correct("4 ", pairs[0]) == 1 and task.config.correct("5", pairs[0]) == 0
     assert check_all_rows(task, True, 2).startswith("2 examples to train on")
@@ -428,45 +377,9 @@ def test_preferences_are_pairs_of_answers_to_one_prompt(tmp_path, tokenizer):
     ],
 )
 def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
-    file = written(tmp_path / "pairs.jsonl", [PAIR, row])
+    file = json_lines(tmp_path / "pairs.jsonl", [PAIR, row])
     given = ["task=preferences", f"task.train={file}", f"task.held_out={file}"]
     with pytest.raises(ValueError, match=f"pairs.jsonl, line 2: {says}"):
         _ = compose(given).task.source.train
     kept = compose([*given, "task.on_error=skip"]).task.source.train
     assert len(kept) == 1 and kept.skipped == 1 and "line 2" in kept.first_skipped
-
-
-# ---- reasoning-gym
-
-
-def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():
-    pytest.importorskip("reasoning_gym")
-    names = ["basic_arithmetic", "leg_counting", "countdown"]
-    task = compose(
-        [
-            "task=reasoning_gym",
-            f"task.source.tasks=[{','.join(names)}]",
-            "task.source.weights=[6,3,1]",
-            "+task.source.settings.basic_arithmetic={min_terms: 2, max_terms: 2}",
-        ]
-    ).task
-    check_portable(task.functions())
-    train = [task.source.train[i] for i in range(400)]
-    held_out = [task.source.held_out[i] for i in range(100)]
-    counts = [sum(e["task"] == name for e in train) for name in names]
-    assert abs(counts[0] - 240) < 40 and abs(counts[1] - 120) < 40 and abs(counts[2] - 40) < 25
-    assert not {e["question"] for e in train} & {e["question"] for e in held_out}
-    assert train[:3] == [task.source.train[i] for i in range(3)] and json.dumps(train)
-    for example in train[:60]:
-        assert task.correct(example["completion"], example) == 1
-        assert task.correct("<answer>no</answer>", example) == 0
-    simple = next(e for e in train if e["task"] == "basic_arithmetic")
-    assert len([w for w in simple["question"].split() if w.strip(".").isdigit()]) <= 2
-    for override, says in (
-        ("task.source.tasks=[nothing]", "reasoning-gym refuses nothing"),
-        ("task.source.weights=[1,2]", r"weights=\[1.0, 2.0\]: one above 0 for each of 1 tasks"),
-        ("+task.source.settings.leg_counting={a: 1}", "settings of leg_counting, which is not in tasks"),
-        ("+task.source.settings.basic_arithmetic={nothing: 1}", "reasoning-gym refuses basic_arithmetic with"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            compose(["task=reasoning_gym", override])

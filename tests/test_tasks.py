@@ -10,19 +10,14 @@ import numpy as np
 import pytest
 
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Rollout
-from tunix_lite.models.source import BUNDLED
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.text import brevity, contains
-from tunix_lite.runs.setup import prepare, startup_summary
-from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.workers.pool import RewardsConfig
 
 
@@ -65,18 +60,6 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10)) and epochs[0] != epochs[1]
 
 
-def test_jsonl_files_are_examples(tmp_path):
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_text('{"question": "1 + 1", "answer": "2"}\n\n{"question": "2 + 2", "answer": "4"}\n')
-    bad.write_text('{"question": "1 + 1"}\n{oops\n')
-    source = Jsonl(str(good), str(good))
-    assert [row["answer"] for row in source.train] == ["2", "4"]
-    with pytest.raises(ValueError, match="bad.jsonl, line 2: not JSON"):
-        _ = Jsonl(str(bad), str(good)).train
-    with pytest.raises(ValueError, match=r"none.jsonl is not a file"):
-        _ = Jsonl(str(tmp_path / "none.jsonl"), str(good)).train
-
-
 @pytest.mark.parametrize(
     "completion, answer",
     [
@@ -99,18 +82,6 @@ def test_rewards_by_hand():
     assert correct("no idea", {"answer": "3.5"}) == 0.0
     assert brevity("x" * 50, {}) == 0.75 and brevity("x" * 900, {}) == 0.0
     assert contains("a <b> c", {}, text="<b>") == 1.0
-
-
-def test_prompts_have_their_own_lengths_and_are_asked_by_the_template(task, tokenizer):
-    prompts = task.prompts([{"question": "1 + 2"}, {"question": "10 + 20 + 3"}])
-    assert len(prompts[0]) < len(prompts[1]) <= task.max_prompt_length
-    text = tokenizer.backend.decode(prompts[0], skip_special_tokens=False)
-    assert text == "<bos><start_of_turn>user\nWhat is 1 + 2?<end_of_turn>\n<start_of_turn>model\n"
-
-
-def test_a_prompt_that_is_too_long_is_named(task):
-    with pytest.raises(ValueError, match=r"1 \+ 1 \+.* tokens, more than generation.max_prompt_length=32"):
-        task.prompts([{"question": " + ".join(["1"] * 30)}])
 
 
 class Words:
@@ -176,7 +147,7 @@ def test_the_next_that_fits_stands_where_a_dropped_example_stood():
     assert numbers_task(rows, "drop", limit=9).batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0)
 
 
-@pytest.mark.parametrize("count, size", [(9, 3), (9, 2), (12, 5), (18, 7)])
+@pytest.mark.parametrize("count, size", [(9, 2), (18, 7)])
 def test_each_row_that_fits_comes_once_an_epoch_though_others_are_dropped(count, size):
     """Every third row of the file is too long. The batches are the same in any order of asking, as a resumed run has."""
     rows = of_length(*[9 if n % 3 == 1 else 3 for n in range(count)])
@@ -194,7 +165,7 @@ def test_each_row_that_fits_comes_once_an_epoch_though_others_are_dropped(count,
     assert len(task.tokenizer.seen) == count, "each was looked at once"
 
 
-@pytest.mark.parametrize("lengths, batch_size", [((7, 6, 9), 1), ((7, 6, 9), 2), ((7, 2, 9), 2), ((7, 2, 9), 5)])
+@pytest.mark.parametrize("lengths, batch_size", [((7, 6, 9), 1), ((7, 2, 9), 2), ((7, 2, 9), 5)])
 def test_the_search_for_a_prompt_that_fits_ends(lengths, batch_size):
     task = numbers_task(of_length(*lengths), "drop")
     said = (
@@ -224,13 +195,6 @@ def test_only_dropping_costs_a_look_at_every_prompt(treatment):
     assert task.tokenizer.seen == []
     task.prompts(rows[:1])
     assert task.tokenizer.seen == ["1 2"]
-
-
-def test_demonstrations_end_with_the_end_of_turn_and_count_only_the_completion(task, tokenizer):
-    tokens, token_mask, completion_mask = task.demonstrations([{"question": "1 + 2", "completion": "The answer is 3."}])
-    said = tokens[0][completion_mask[0]]
-    assert said[-1] == 106 and tokenizer.decode(said) == "The answer is 3."
-    assert (completion_mask <= token_mask).all() and not completion_mask[0, :32].any()
 
 
 def rollout_of(completions: list[list[int]]) -> Rollout:
@@ -282,50 +246,8 @@ def test_a_reward_that_is_no_number_is_an_error(tokenizer):
         task.grade([{"question": "1", "answer": "1"}], rollout)
 
 
-def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
-    """Three of two processes: rows 0 and 2 here, row 1 there; what one cannot judge stops both with the same words."""
-
-    def judged_by_both(text_of_row_1: str, second_answer: str = "3") -> list:
-        said, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
-        rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", text_of_row_1, "4")])
-
-        def run(process: int):
-            def share(value):
-                said[process] = value
-                barrier.wait()
-                return list(said)
-
-            def seen(completion, example):
-                asked[process].append(completion)
-                return correct(completion, example) if completion != "bad" else float("nan")
-
-            examples = [{"question": "1 + 2", "answer": ["3", second_answer][process]}] * 3
-            config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
-            task = Task(config, tokenizer, 32, 48, processes=Processes(process, 2, share))
-            try:
-                return task.grade(examples, rollout).rewards.tolist()
-            except ValueError as error:
-                return str(error)
-
-        with ThreadPoolExecutor(2) as pool:
-            return [*pool.map(run, (0, 1)), asked]
-
-    assert judged_by_both("3") == [[1, 1, 0], [1, 1, 0], [["3", "4"], ["3"]]]
-    first, second, _ = judged_by_both("bad")
-    assert first == second and "reward 'seen' is nan" in first
-    first, second, _ = judged_by_both("3", second_answer="4")
-    assert (
-        first
-        == second
-        == (
-            "process 1 graded other prompts or completions than process 0: do all hosts have the same data files and the "
-            "same tokenizer?"
-        )
-    )
-
-
-def of_two_hosts(learn) -> list:
-    """learn(process, share) on both of two hosts at once: what each returns, or the words of its ValueError."""
+def of_two_hosts(judge) -> list:
+    """judge(process, share) on both of two hosts at once: what each returns, or the words of its ValueError."""
     said, barrier = [None, None], threading.Barrier(2, timeout=30)
 
     def run(process: int):
@@ -337,12 +259,36 @@ def of_two_hosts(learn) -> list:
             return everyone
 
         try:
-            return learn(process, share)
+            return judge(process, share)
         except ValueError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(run, (0, 1))]
+
+
+def test_processes_judge_their_own_completions_and_hear_the_rest(tokenizer):
+    """Three of two processes: rows 0 and 2 here, row 1 there; what one cannot judge stops both with the same words."""
+    asked = [[], []]
+
+    def judge(process, share, row_1="3", second_answer="3"):
+        def seen(completion, example):
+            asked[process].append(completion)
+            return correct(completion, example) if completion != "bad" else float("nan")
+
+        rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", row_1, "4")])
+        examples = [{"question": "1 + 2", "answer": ["3", second_answer][process]}] * 3
+        config = TaskConfig(Arithmetic(), "{question}", {"seen": Reward(seen)}, correct=seen)
+        task = Task(config, tokenizer, 32, 48, processes=Processes(process, 2, share))
+        return task.grade(examples, rollout).rewards.tolist()
+
+    assert of_two_hosts(judge) == [[1, 1, 0], [1, 1, 0]] and asked == [["3", "4"], ["3"]]
+    first, second = of_two_hosts(lambda *host: judge(*host, row_1="bad"))
+    assert first == second and "reward 'seen' is nan" in first
+    said = (
+        "process 1 graded other prompts or completions than process 0: do all hosts have the same data files and the "
+    )
+    assert of_two_hosts(lambda *host: judge(*host, second_answer="4")) == [f"{said}same tokenizer?"] * 2
 
 
 def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokenizer):
@@ -394,13 +340,6 @@ def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):
     assert task.digest(list(examples)) in digests and len(digests | {o.digest(examples) for o in others}) == 4
 
 
-def test_the_bundled_tokenizer_says_anything_and_stops_as_gemma_3_does(tokenizer):
-    assert tokenizer.eos_ids == (1, 106)
-    for text in ("Grüße, 你好! 12 + 34", "tab\tand\nnewline"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert json.loads((BUNDLED / "generation_config.json").read_text())["eos_token_id"] == [1, 106]
-
-
 # ---- rows of strangers
 
 GOOD = b'{"question": "1 + 1", "answer": "2", "completion": "2"}'
@@ -446,30 +385,6 @@ def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
     )
     assert check_all_rows(of_lines(tmp_path, rows, tokenizer, [rows[2], {"question": "9"}]), False, 1) == (
         "5 examples to train on, 2 held out; 1 of the held-out prompts are training prompts, too"
-    )
-    same = of_lines(tmp_path, [*rows, {"question": "<bos> 1"}], tokenizer, None)
-    same = replace(same, config=replace(same.config, source=Jsonl(*[str(tmp_path / "train.jsonl")] * 2)))
-    assert check_all_rows(same, False, 1) == (
-        "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too"
-    )
-
-
-def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_is_in_the_panel(tmp_path):
-    """Row 13 of 20, of which the first batch holds two: newcomer.md 2."""
-    rows = [json.dumps({"question": f"{i} + 1", "answer": str(i + 1)}) for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join([*rows[:12], '{"answer": "<bos>"}', *rows[13:]]))
-    (tmp_path / "held_out.jsonl").write_text(rows[3])
-    source = Jsonl(str(tmp_path / "train.jsonl"), str(tmp_path / "held_out.jsonl"))
-    run = compose(["training.prompts_per_step=2", "evaluation.num_examples=1"])
-    run = replace(run, task=replace(run.task, source=source))
-    with pytest.raises(ConfigError, match=r"^task: .*train.jsonl, line 13: task.prompt names 'question', but an exam"):
-        prepare(run, RunDir(tmp_path / "run"))
-    (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
-    run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
-    parts = prepare(run, RunDir(tmp_path / "run"))
-    _, said = startup_summary(parts, RunDir(tmp_path / "run"))
-    assert dict(said)["data"] == (
-        "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too"
     )
 
 
@@ -519,18 +434,8 @@ def chat_of(*turns: tuple[str, str]) -> dict:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-TWO_TURNS = chat_of(("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2 <end_of_turn>"))
-
-
-def test_a_conversation_is_asked_up_to_its_last_answer_and_that_answer_is_learned(tokenizer, tmp_path):
-    task = of_lines(tmp_path, [TWO_TURNS], tokenizer, prompt=None, learned_turns="last")
-    asked = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nho<end_of_turn>\n<start_of_turn>user\n"
-    asked += "1 + 1?<end_of_turn>\n<start_of_turn>model\n"
-    assert tokenizer.decode(task.text.prompt(TWO_TURNS), skip_special=False) == asked
-    said, learned = task.text.demonstration(TWO_TURNS)
-    assert tokenizer.decode(said, skip_special=False) == "2 <end_of_turn><end_of_turn>" and all(learned)
-    assert said.count(106) == 1  # the letters of the row end no turn
-    assert task.text.ask(TWO_TURNS) == "1 + 1?"
+TWO = ("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2 <end_of_turn>")
+TWO_TURNS = chat_of(*TWO)
 
 
 def test_all_turns_of_the_assistant_are_learned_and_no_other_token(tokenizer, tmp_path):
@@ -544,7 +449,7 @@ def test_all_turns_of_the_assistant_are_learned_and_no_other_token(tokenizer, tm
     )
     assert tokenizer.decode(tokens[0][learned[0]], skip_special=False) == "ho<end_of_turn>2 <end_of_turn><end_of_turn>"
     # as the tokenizer writes the conversation at once, but for the letters that are only text
-    plain = chat_of(("user", "hi"), ("assistant", "ho"), ("user", "1 + 1?"), ("assistant", "2"))
+    plain = chat_of(*TWO[:3], ("assistant", "2"))
     tokens, token_mask, learned = task.demonstrations([plain])
     at_once = tokenizer.encode(tokenizer.chat(plain["messages"], add_generation_prompt=False))
     assert tokens[0][token_mask[0]].tolist() == at_once[:-1]  # without the newline after the last turn

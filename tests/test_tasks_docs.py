@@ -3,7 +3,6 @@
 import re
 import shlex
 
-import pytest
 from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
 from tunix_lite.models.source import BUNDLED
@@ -42,8 +41,3 @@ def test_the_guide_names_every_task():
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     named = set(re.findall(r"`(\w+)`", rows))
     assert named == {file.stem for file in (DOCS.parent / "conf" / "task").glob("*.yaml")}
-
-
-@pytest.mark.parametrize("file", ["my_task.py", "conf/task/roman.yaml"])
-def test_the_files_of_the_page_are_there(file):
-    assert (EXAMPLE / file).is_file()

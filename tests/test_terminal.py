@@ -1,33 +1,48 @@
-"""The terminal: a line that is rewritten where one can be, plain lines elsewhere, and the same files either way."""
+"""The terminal: a line that is rewritten where one can be, plain lines elsewhere, and the same files either way; what a
+program says while it works."""
 
+import fcntl
 import io
+import os
+import pty
 import re
-
-from pseudo_terminal import seen_on_terminal
+import select
+import struct
+import subprocess
+import sys
+import termios
 
 from tunix_lite.report.run_page import best_middle_worst
+from tunix_lite.rollout.requests import Request
+from tunix_lite.runs.sampling_progress import SamplingClock
 from tunix_lite.tracking.console import Console, lines_of_sample
 
+
+def seen_on_terminal(*words: str, term: str = "xterm-256color") -> str:
+    """What a Python process writes to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    environment = os.environ | {"TERM": term, "JAX_PLATFORMS": "cpu"}
+    call = [sys.executable, *words]
+    run = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    try:
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                part = os.read(ours, 65536)
+            # The program has ended.
+            except OSError:
+                break
+            seen += part
+    finally:
+        run.kill()
+        run.wait()
+        os.close(ours)
+    return seen.decode()
+
+
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
-
-
-def metrics(step: int) -> dict:
-    return {
-        "reward/mean": 0.1 * step,
-        "completions/correct": 0.05 * step,
-        "train/kl": 0.001,
-        "train/grad_norm": 1.0,
-        "train/learning_rate": 1e-5,
-        "completions/mean_length": 20.0,
-        "completions/truncated": 0.25,
-        "reward/groups_that_agree": 0.5,
-        "perf/mfu": 0.31,
-        "perf/tokens_per_second_per_device": 1234.0,
-        "memory/peak_gb": 1.5,
-        "time/step": 2.0,
-        "time/rollout": 0.5,
-        "time/update": 1.25,
-    }
 
 
 def test_the_time_left_counts_the_evaluations_that_are_still_to_come(tmp_path):
@@ -40,11 +55,6 @@ def test_the_time_left_counts_the_evaluations_that_are_still_to_come(tmp_path):
         left[step] = board.seconds_left(step)
     assert left[1] is None and left[2] == 16 * 2 + 4 * 40
     assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
-    # The last step may be one with an evaluation by the interval, too.
-    board = Console(tmp_path / "train.log", 10, stream=io.StringIO(), evaluates_every=5)
-    for step in range(1, 11):
-        board.log(step, {"time/step": 2.0, "time/eval": 30.0})
-    assert board.seconds_left(10) == 0
 
 
 def test_a_sample_is_one_line_whatever_it_holds():
@@ -55,7 +65,7 @@ def test_a_sample_is_one_line_whatever_it_holds():
     assert [row["reward"] for row in picked] == [3.0, 2.0, 1.0] and best_middle_worst([]) == []
 
 
-SCRIPT = """
+BOARD = """
 import sys
 from pathlib import Path
 from tunix_lite.tracking.console import Console
@@ -76,7 +86,7 @@ console.close()
 def on_a_terminal(tmp_path, term="xterm-256color", long="") -> tuple[str, str]:
     """What reaches the terminal, and train.log without its clock."""
     log = tmp_path / f"train-{term}-{len(long)}.log"
-    seen = seen_on_terminal("-c", SCRIPT, str(log), long, term=term)
+    seen = seen_on_terminal("-c", BOARD, str(log), long, term=term)
     return seen, re.sub(r"(?m)^\d\S* ", "", log.read_text())
 
 
@@ -86,7 +96,7 @@ def test_a_terminal_has_a_line_that_is_rewritten_as_wide_as_it_is(tmp_path):
     assert "step 0/8 0% | compiling…" in shown and "step 1/8 12% | updating" not in log
     assert max(map(len, (text for text in shown if "xxx" in text))) == 79, "it ends before the last of 80 columns"
     assert "to standard error" in seen and "\x1b[33ma hint\x1b[0m" in seen
-    assert shown[-1] == "" or "updating" not in shown[-1], "nothing of it stays"
+    assert "updating" not in shown[-1], "nothing of it stays"
 
 
 def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
@@ -103,9 +113,61 @@ def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
 def test_quiet_prints_hints_and_results_only(tmp_path):
     stream = io.StringIO()
     console = Console(tmp_path / "train.log", max_steps=2, stream=stream, mode="quiet")
-    console.log(1, metrics(1))
+    console.log(1, {"reward/mean": 0.1, "time/step": 2.0})
     console.say("a fact")
     console.say("a hint", style="yellow")
     console.close()
     assert stream.getvalue() == "a hint\n"
     assert len((tmp_path / "train.log").read_text().splitlines()) == 3
+
+
+# ---- how far a program is, and how long it still takes
+
+
+def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no_part_of_it():
+    now, compiled = [0.0], [0.0]
+    clock = SamplingClock(8, lambda: compiled[0], lambda: now[0])
+    requests = [Request(i, i, 0, 64, num_new=16) for i in range(4)]
+    now[0] = 4.0
+    clock.take(requests)
+    assert clock.tokens_per_second() == 4 * 16 / 4.0 and clock.seconds_left() is None
+    now[0], compiled[0] = 36.0, 30.0
+    requests[0].reason = requests[1].reason = "eos"
+    clock.take(requests)
+    assert clock.tokens_per_second() == 8 * 16 / 6.0 and clock.seconds_left() == 6.0 * 6 / 2
+    now[0] = 38.0
+    assert clock.seconds_left() == 16.0, "two seconds have gone by since"
+
+
+SCRIPT = """
+import sys, time
+from tunix_lite.tracking import progress
+progress.LINE_SECONDS, progress.LOOK_SECONDS = 0.3, 0.05
+count = [0]
+doing = lambda s: f"sampled {count[0]} of 9\\x1b[2J"
+with progress.Progress(progress.StandardError(), lambda s: "short", None, patience=60.0):
+    pass
+with progress.Progress(progress.StandardError(), doing, lambda s: "sampled 9 completions") as line:
+    for count[0] in range(10):
+        time.sleep(0.1)
+        if count[0] == 5:
+            with line.hidden():
+                print("a result", flush=True)
+"""
+
+
+def test_a_pipe_gets_whole_lines_at_the_start_now_and_then_and_at_the_end():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=120)
+    err, lines = done.stderr, done.stderr.splitlines()
+    assert done.returncode == 0 and done.stdout == "a result\n", err
+    assert lines[0] == "sampled 0 of 9\\x1b[2J" and lines[-1] == "sampled 9 completions"
+    assert 3 <= len(lines) <= 6 and all(re.fullmatch(r"sampled \d of 9.*", line) for line in lines[:-1])
+    assert "\x1b" not in err and "\r" not in err and "short" not in err
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results():
+    seen = seen_on_terminal("-c", SCRIPT)
+    assert len(re.findall(r"\r\x1b\[2Ksampled \d of 9", seen)) >= 8
+    assert "\r\x1b[2Ka result\r\n" in seen and seen.endswith("\r\x1b[2Ksampled 9 completions\r\n")
+    assert seen.count("\n") == 2 and "\x1b[2J" not in seen

@@ -1,15 +1,15 @@
 """Trackers beside the files: the calls that other libraries get.
 
-wandb, mlflow and trackio are not needed here: a stand-in of each records its calls. The tests at the end use the real
-ones where they are installed.
+A stand-in of each library records its calls. The tests at the end use the real ones where they are installed.
 """
 
 import json
 import re
 import sys
 import time
-import types
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -22,6 +22,7 @@ ROWS = [
     ROW | {"reward": 1.0, "rewards": {"right": 1.0, "short": 0.5}, "advantage": 0.7},
     ROW | {"reward": None, "rewards": {"right": None}, "correct": False, "advantage": None, "completion": "\x1b[31m"},
 ]
+METRICS = {"train/loss": 0.5, "eval/failed_rewards": 0}
 SETTINGS = {"seed": 0, "algorithm": {"_target_": "a.B", "clip": [0.2]}}
 
 
@@ -29,41 +30,19 @@ def tracked(folder, **more) -> TrackedRun:
     return TrackedRun(folder, "today/noon", "tunix_lite", SETTINGS, **{"resume_at": None, **more})
 
 
-# ---- stand-ins of three libraries: an attribute is a function that records its call
-
-
-class Recorder:
-    def __init__(self, calls: list, name: str = "", **known):
-        self.__dict__.update(known)
-        self._calls, self._name = calls, name
-
-    def __getattr__(self, name):
-        def call(*arguments, **named):
-            self._calls.append((f"{self._name}{name}", arguments, named))
-            return (name, *arguments, *named.values()) if name[0].isupper() else None
-
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return call
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
-    def make(name: str, **functions):
-        calls: list = []
-        module = types.ModuleType(name)
-        recorder = Recorder(calls)
-        module.__getattr__ = lambda attribute: getattr(recorder, attribute)
-        for attribute, function in functions.items():
-            setattr(module, attribute, lambda *a, _f=function, _n=attribute, **k: calls.append((_n, a, k)) or _f(calls))
-        monkeypatch.setitem(sys.modules, name, module)
-        return calls
+    """A library that takes every call and remembers it."""
+
+    def make(name: str) -> MagicMock:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+        return sys.modules[name]
 
     return make
 
 
 def use(tracker) -> None:
-    tracker.log(3, {"train/loss": 0.5, "eval/failed_rewards": 0})
+    tracker.log(3, METRICS)
     tracker.log_samples(3, ROWS)
     tracker.close()
 
@@ -73,36 +52,37 @@ def plug(name: str, *overrides: str):
 
 
 def test_wandb_gets_metrics_and_tables_and_its_id_back(stand_in, tmp_path):
-    calls = stand_in("wandb", init=lambda calls: Recorder(calls, "run.", id="abc-1"))
+    wandb = stand_in("wandb")
+    run = wandb.init.return_value
+    run.id = "abc-1"
     use(plug("wandb", "project_name=mine", "tracking.trackers.wandb.mode=offline")(tracked(tmp_path)))
     plug("wandb")(tracked(tmp_path, resume_at=3))
-    first, *logged, last, second = [call for call in calls if call[0][0].islower()]
-    assert first[0] == "init" and first[2] | {"dir": None} == {
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first | {"dir": None} == {
         "project": "mine", "entity": None, "mode": "offline", "name": "today/noon", "id": None, "resume": "allow",
         "dir": None, "config": SETTINGS,
     }  # fmt: skip
-    assert second[2]["id"] == "abc-1" and second[2]["resume"] == "allow", "a run that resumes goes on there"
-    assert [(name, named) for name, _, named in logged] == [("run.log", {"step": 3})] * 2
-    metrics, samples = [arguments[0] for _, arguments, _ in logged]
-    assert metrics == {"train/loss": 0.5, "eval/failed_rewards": 0}
-    assert samples["samples"] == ("Table", *columns_of(ROWS))
-    assert last[0] == "run.finish"
+    assert second["id"] == "abc-1" and second["resume"] == "allow", "a run that resumes goes on there"
+    table = {"samples": wandb.Table.return_value}
+    assert run.log.call_args_list == [call(METRICS, step=3), call(table, step=3)]
+    assert (*wandb.Table.call_args.args, *wandb.Table.call_args.kwargs.values()) == columns_of(ROWS)
+    run.finish.assert_called_once()
 
 
 def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, tmp_path):
-    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="f00"))
-    calls = stand_in("mlflow", start_run=lambda calls: info)
+    mlflow = stand_in("mlflow")
+    mlflow.start_run.return_value.info.run_id = "f00"
     open_it = plug("mlflow", "tracking.trackers.mlflow.tracking_uri='sqlite:///here.db'")
     use(open_it(tracked(tmp_path)))
     open_it(tracked(tmp_path, resume_at=3))
-    names = [name for name, _, _ in calls]
     opening = ["set_tracking_uri", "set_experiment", "start_run"]
+    names = [name for name, _, _ in mlflow.mock_calls]
     assert names == [*opening, "log_params", "log_metrics", "log_text", "end_run", *opening]
-    by_name = [call for call in calls if call[0] == "start_run"]
-    assert by_name[0][2] == {"run_id": None, "run_name": "today/noon"} and by_name[1][2]["run_id"] == "f00"
-    assert calls[3][1][0] == {"seed": "0", "algorithm._target_": "a.B", "algorithm.clip": "[0.2]"}
-    assert calls[4][1:] == (({"train/loss": 0.5, "eval/failed_rewards": 0.0},), {"step": 3})
-    text, name = calls[5][1]
+    first, second = (call.kwargs for call in mlflow.start_run.call_args_list)
+    assert first == {"run_id": None, "run_name": "today/noon"} and second["run_id"] == "f00"
+    assert mlflow.log_params.call_args.args[0] == {"seed": "0", "algorithm._target_": "a.B", "algorithm.clip": "[0.2]"}
+    mlflow.log_metrics.assert_called_once_with(METRICS, step=3)
+    text, name = mlflow.log_text.call_args.args
     assert name == "samples/step_000003.jsonl" and [json.loads(line) for line in text.splitlines()] == ROWS
 
 
@@ -119,24 +99,20 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(name, monkeypatch):
 def test_a_tracker_that_fails_is_named_once_and_gets_nothing_more():
     said, calls = [], []
 
-    class Mine:
-        def log(self, step, metrics):
-            calls.append(step)
-            if step == 2:
-                raise ConnectionError("no\nnetwork")
+    def log(step, metrics):
+        calls.append(step)
+        if step == 2:
+            raise ConnectionError("no\nnetwork")
 
-        def close(self):
-            calls.append("closed")
-
-    guarded = Guarded("tracking.trackers.mine", Mine(), said.append)
+    mine = SimpleNamespace(log=log, close=lambda: calls.append("closed"))
+    guarded = Guarded("tracking.trackers.mine", mine, said.append)
     guarded.log_samples(1, ROWS)  # it has none
     for step in (1, 2, 3):
         guarded.log(step, {})
     guarded.close()
     assert calls == [1, 2]
-    assert said == [
-        r"warning: tracking.trackers.mine failed (ConnectionError: no\nnetwork); nothing more is sent to it"
-    ]
+    words = r"tracking.trackers.mine failed (ConnectionError: no\nnetwork); nothing more is sent to it"
+    assert said == [f"warning: {words}"]
 
 
 def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):

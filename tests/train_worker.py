@@ -13,16 +13,10 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 RUN = [
-    *("training.max_steps=2", "training.prompts_per_step=4", "algorithm.num_generations=4", "algorithm.kl_coef=0.04"),
-    *(
-        "generation.max_new_tokens=8",
-        "evaluation.num_examples=8",
-        "evaluation.num_samples=0",
-        "training.packing=prefix",
-        "rollout.num_slots=8",
-    ),
-    *("tracking.samples_interval_steps=1", "optimizer.learning_rate=1e-3", "tracking.tensorboard=false"),
-    "training.save_interval_steps=1",
+    *("training.max_steps=2", "training.prompts_per_step=4", "training.packing=prefix", "rollout.num_slots=8"),
+    *("algorithm.num_generations=4", "algorithm.kl_coef=0.04", "generation.max_new_tokens=8"),
+    *("evaluation.num_examples=8", "evaluation.num_samples=0", "tracking.samples_interval_steps=1"),
+    *("optimizer.learning_rate=1e-3", "tracking.tensorboard=false", "training.save_interval_steps=1"),
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",
 ]
 

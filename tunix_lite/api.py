@@ -11,6 +11,7 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores, TrainState
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
+from tunix_lite.commands.train_agent import train_agent
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import Completion, LanguageModel, load
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -32,7 +33,6 @@ from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
-from tunix_lite.trainer.train_agent import train_agent
 from tunix_lite.trainer.trainer import Trainer, TrainingClient
 
 __all__ = [

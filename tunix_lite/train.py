@@ -1,9 +1,6 @@
-"""The training loop: a run is opened, a learner is built, and experience becomes updates.
-
-For when completions are made read runs/experience.py, for how algorithms/groups.py and
-rollout/generate.py; for how an update is computed, learner/update.py; for what happens around a
-step (evaluation, logs, checkpoints, signals), runs/watch.py.
-"""
+"""The training loop. For when completions are made read runs/experience.py, for how
+algorithms/groups.py and rollout/generate.py; for an update learner/update.py; for what happens
+around a step (evaluation, logs, checkpoints, signals) runs/watch.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from tunix_lite.basics.types import TrainState
 from tunix_lite.runs.experience import ExperienceSource, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.session import Job, Session, open_run
-from tunix_lite.runs.watch import StepDone, Watch, open_watch
+from tunix_lite.runs.watch import StepDone, Watch
 from tunix_lite.settings.config import RunConfig
 
 
@@ -33,13 +30,12 @@ def train(
     function of the user's fails; FloatingPointError if too many updates in a row are not finite;
     DiskError, with how to go on, if the folder can no longer be written.
 
-    Example: `train(compose(["training.max_steps=20"]), "outputs/mine")`.
-    """
+    Example: `train(compose(["training.max_steps=20"]), "outputs/mine")`."""
     # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
         source = make_source(session, learner)
-        watch = open_watch(session, learner, source)
+        watch = Watch(session, learner, source)
         session.state = fit(learner, source, watch, session.run.training.max_steps)
     return session.state
 
@@ -50,13 +46,9 @@ def fit(
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
     `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
-    StepDone.step count from 1: the number of updates made.
-
-    A signal during sampling or an evaluation ends it by StopRun, which open_run takes. The first
-    update donates `learner.state`.
-
-    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made.
-    """
+    StepDone.step count from 1: the number of updates made. A signal during sampling or an
+    evaluation ends it by StopRun, which open_run takes. The first update donates `learner.state`.
+    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made."""
     state = learner.state
     watch.before(state)
     for step in range(int(state.step), max_steps):

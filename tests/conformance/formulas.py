@@ -470,11 +470,6 @@ def kl_k3_exact(terms: Terms) -> np.ndarray:
     return stop(ratio_of_tokens(terms)) * kl_k3_with_k2_gradient(terms)
 
 
-def log_square(terms: Terms) -> np.ndarray:
-    """(lp - lp of the sampler)^2."""
-    return (terms.lp - terms.sampler) ** 2
-
-
 # ---- an objective
 
 

@@ -1,530 +1,325 @@
 """What each framework means by a name: one row for each (objective, framework)."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance import formulas as f
-from conformance.formulas import objective
+from conformance.formulas import Loss, objective
 from conformance.rows import LONGEST, Variant, advantage, correction, grpo, ratio, surrogate, weighting
 
-# settings of ours that several rows have
-STD = advantage("standardise", eps=1e-4)
-STD_VERL = advantage("standardise", eps=1e-6)
-STD_NEMO = advantage("leave_one_out_std", eps=1e-6)
-CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-CONSTANT = weighting("constant_length", length=LONGEST)
-SEQUENCES = weighting("per_sequence")
-PLAIN = {"surrogate": surrogate("policy_gradient")}
-TIS = correction("truncate_tokens", cap=2.0)
 
-# the same as formulas
-A_TRL = f.group_std(1e-4)
-A_VERL = f.group_std(1e-6)
-A_NEMO = f.peers_std(1e-6)
-CLIPPED = f.clipped(0.2, 0.2)
-CLIPPED_HIGHER = f.clipped(0.2, 0.28)
+@dataclass(frozen=True)
+class Piece:
+    """A part of an objective as a formula, and settings of ours that give the same numbers, if there are any."""
+
+    formula: Any
+    ours: dict[str, Any] | None
+
+
+def piece(formula: Any, **ours: Any) -> Piece:
+    return Piece(formula, ours)
+
+
+# baselines
+STD = piece(f.group_std(1e-4), advantages=advantage("standardise", eps=1e-4))
+STD_VERL = piece(f.group_std(1e-6), advantages=advantage("standardise", eps=1e-6))
+STD_OPENRLHF = piece(f.group_std(1e-9), advantages=advantage("standardise", eps=1e-9))
+STD_NEMO = piece(f.peers_std(1e-6), advantages=advantage("leave_one_out_std", eps=1e-6))
+CENTRED = piece(f.less_group_mean)
+OTHERS = piece(f.less_others_mean, advantages=advantage("leave_one_out"))
+OVER_MEAN = piece(f.over_mean(), advantages=advantage("max_likelihood"))
+
+# gains
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+CLIPPED = piece(f.clipped(0.2, 0.2), **CLIP)
+CLIPPED_HIGHER = piece(f.clipped(0.2, 0.28), clip_low=0.2, clip_high=0.28)
+DUAL = piece(f.clipped(0.2, 0.2, dual=3.0), surrogate=surrogate("clip", dual=3.0), **CLIP)
+PLAIN = {"surrogate": surrogate("policy_gradient")}
+IMPORTANCE = piece(f.importance(), **PLAIN)
+LOGPROB = piece(f.plain_logprob, ratio=ratio("no_ratio"), **PLAIN)
+GSPO_BOUNDS = {"clip_low": 3e-4, "clip_high": 4e-4}
+GSPO_OURS = {"ratio": ratio("sequence_ratio")} | GSPO_BOUNDS
+GSPO = piece(f.clipped(3e-4, 4e-4, f.ratio_of_completions), **GSPO_OURS)
+GSPO_BY_TOKEN = piece(f.clipped(3e-4, 4e-4, f.completion_ratio_by_token), **GSPO_OURS)
+GSPO_TO_SAMPLER = piece(f.clipped(3e-4, 4e-4, f.completion_ratio_to_sampler), **GSPO_OURS)
+GMPO = piece(f.geometric_ratio(0.4), surrogate=surrogate("geometric_mean", log_clip=0.4))
+CISPO = {"surrogate": surrogate("cispo")}
+WEIGHT = piece(f.bounded_weight(None, 1.2), clip_low=None, clip_high=0.2, **CISPO)
+WEIGHT_UP_TO_5 = piece(f.bounded_weight(None, 5.0), clip_low=None, clip_high=4.0, **CISPO)
+WEIGHT_AROUND_1 = piece(f.bounded_weight(0.8, 1.2), **CISPO, **CLIP)
+WEIGHT_TO_SAMPLER = piece(f.bounded_weight(0.8, 1.2, f.ratio_to_sampler), **CISPO, **CLIP)
+TV = piece(f.tv_masked(0.2), surrogate=surrogate("binary_tv"))
+LOG_SQUARE = {"surrogate": surrogate("binary_tv", log_square=1e-3)}
+TV_PRIME_RL = piece(f.tv_masked(0.2, log_square=1e-3, drops_zero=True), **LOG_SQUARE)
+SAPO = piece(f.soft_gate(1.0, 1.05), surrogate=surrogate("sapo"))
+
+# weights
+TOKENS = piece(f.token_mean)
+SEQUENCES = piece(f.mean_of_completions, weighting=weighting("per_sequence"))
+NONEMPTY = Piece(f.mean_of_nonempty, None)
+CONSTANT = piece(f.over_longest_allowed, weighting=weighting("constant_length", length=LONGEST))
+
+# why it departs
+SAMPLER = {"sampled": "sampler"}
+EMPTY = "equal to ours but where a completion is empty"
+NEMO = "the advantages are those of grpo@nemo_rl"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant without its words."""
+
+    name: str
+    loss: Loss
+    ours: dict[str, Any] | None
+    more: dict[str, Any]
+
+    def says(self, formula: str, why: str = "") -> Variant:
+        """formula: as a reader writes it. why: see Variant."""
+        name, _, by = self.name.partition("@")
+        return Variant(name, by, formula, self.loss, self.ours, why, **self.more)
+
+
+def row(name: str, baseline: Piece, gain: Piece, weights: Piece = TOKENS, **more: Any) -> Row:
+    """An objective of three pieces; without settings of ours where one piece has none."""
+    pieces = (baseline, gain, weights)
+    ours = None
+    if all(each.ours is not None for each in pieces):
+        ours = grpo(**baseline.ours | gain.ours | weights.ours)
+    return Row(name, objective(*(each.formula for each in pieces)), ours, more)
+
 
 # ---- advantages by groups, ratios of tokens, clipped
 
 _GROUPS = [
     # Who divides by which std, and over what the loss is a mean.
-    Variant(
-        "grpo",
-        "paper",
+    row("grpo@paper", STD, CLIPPED, SEQUENCES).says(
         "- min(rho A, clip(rho, 0.8, 1.2) A); A = (r - mean) / std of the group; mean over completions of token means",
-        objective(f.group_std(1e-4), CLIPPED, f.mean_of_completions),
-        grpo(advantages=STD, weighting=SEQUENCES, **CLIP),
         "the std has G - 1, and 1e-4 is added, which the paper leaves open",
     ),
-    Variant(
-        "grpo_default",
-        "trl",
-        "loss_type not given: token mean; clip 0.2",
-        objective(A_TRL, CLIPPED),
-        grpo(advantages=STD, **CLIP),
-        "what TRL calls GRPO unless loss_type=grpo is given",
+    row("grpo_default@trl", STD, CLIPPED).says(
+        "loss_type not given: token mean; clip 0.2", "what TRL calls GRPO unless loss_type=grpo is given"
     ),
-    Variant(
-        "grpo",
-        "verl",
+    row("grpo@verl", STD_VERL, DUAL).says(
         "std + 1e-6; token mean; dual clip at 3: where A < 0 the gain is not below 3 A",
-        objective(A_VERL, f.clipped(0.2, 0.2, dual=3.0)),
-        grpo(advantages=STD_VERL, surrogate=surrogate("clip", dual=3.0), **CLIP),
         "no gradient where A < 0 and rho > 3",
     ),
-    Variant(
-        "grpo",
-        "nemo_rl",
+    row("grpo@nemo_rl", STD_NEMO, CLIPPED).says(
         "A = (r - mean of the others) / (std of the others + 1e-6), undivided where that std is 0; token mean",
-        objective(A_NEMO, CLIPPED),
-        grpo(advantages=STD_NEMO, **CLIP),
         "in a group of 0 and seven of 0.95 the one is not divided and the seven are; rounding "
         "in their one-pass variance gives -2000",
     ),
-    Variant(
-        "grpo",
-        "prime_rl",
-        "A = r - mean of the group, no std; otherwise DPPO (see dppo)",
-        objective(f.less_group_mean, f.tv_masked(0.2, log_square=1e-3, drops_zero=True)),
-        grpo(surrogate=surrogate("binary_tv", log_square=1e-3)),
-        sampled="sampler",
+    row("grpo@prime_rl", CENTRED, TV_PRIME_RL, **SAMPLER).says(
+        "A = r - mean of the group, no std; otherwise DPPO (see dppo)"
     ),
-    Variant(
-        "grpo",
-        "areal",
+    row(
+        "grpo@areal",
+        piece(f.batch_std(1e-9, mean="batch"), advantages=advantage("batch_scaled", mean="batch", eps=1e-9)),
+        CLIPPED,
+    ).says(
         "A = (r - mean) / (std + 1e-9), both of the batch; token mean",
-        objective(f.batch_std(1e-9, mean="batch"), CLIPPED),
-        grpo(advantages=advantage("batch_scaled", mean="batch", eps=1e-9), **CLIP),
         "the page's formula has the group's statistics; a batch of easy and hard prompts gets "
         "advantages for being easy",
     ),
-    Variant(
-        "grpo",
-        "openrlhf",
-        "group mean and std + 1e-9; token mean",
-        objective(f.group_std(1e-9), CLIPPED),
-        grpo(advantages=advantage("standardise", eps=1e-9), **CLIP),
-    ),
-    Variant(
-        "grpo",
-        "tinker",
+    row("grpo@openrlhf", STD_OPENRLHF, CLIPPED).says("group mean and std + 1e-9; token mean"),
+    row("grpo@tinker", CENTRED, piece(f.importance(f.ratio_to_sampler), **PLAIN), **SAMPLER).says(
         "A = r - mean of the group; - rho A against the sampler, summed over tokens",
-        objective(f.less_group_mean, f.importance(f.ratio_to_sampler)),
-        grpo(**PLAIN),
         "their sum is our mean times the number of tokens",
-        sampled="sampler",
     ),
     Variant(
         "grpo",
         "tunix",
         "std + 1e-6; clip 0.2; mean over completions that are not empty; + 0.04 k1 as a loss",
-        objective(A_VERL, CLIPPED, f.mean_of_nonempty, kl=f.kl_k1, kl_coef=0.04),
+        objective(STD_VERL.formula, CLIPPED.formula, f.mean_of_nonempty, kl=f.kl_k1, kl_coef=0.04),
         None,
         "k1 as a loss has no expected gradient: the penalty regularises nothing",
     ),
     # What the constant is.
-    Variant(
-        "dr_grpo",
-        "paper",
-        "A = r - mean; clip 0.2; sum over tokens / (completions * longest allowed)",
-        objective(f.less_group_mean, CLIPPED, f.over_longest_allowed),
-        grpo(weighting=CONSTANT, **CLIP),
+    row("dr_grpo@paper", CENTRED, CLIPPED, CONSTANT).says(
+        "A = r - mean; clip 0.2; sum over tokens / (completions * longest allowed)"
     ),
-    Variant(
-        "dr_grpo",
-        "verl",
+    row("dr_grpo@verl", CENTRED, DUAL, Piece(f.over_padded_width, None)).says(
         "seq-mean-token-sum-norm without loss_scale_factor: divided by the padded width",
-        objective(f.less_group_mean, f.clipped(0.2, 0.2, dual=3.0), f.over_padded_width),
-        None,
         "the divisor is the longest completion of the batch, so it changes from batch to batch",
     ),
     # A higher upper bound, and every token counts the same.
-    Variant(
-        "dapo",
-        "paper",
-        "clip 0.2 below and 0.28 above; A as in GRPO; token mean",
-        objective(f.group_std(1e-4), CLIPPED_HIGHER),
-        grpo(advantages=STD, clip_low=0.2, clip_high=0.28),
-    ),
-    Variant(
-        "dapo",
-        "verl",
-        "clip_ratio_high=0.28; std + 1e-6; dual clip at 3",
-        objective(A_VERL, f.clipped(0.2, 0.28, dual=3.0)),
-        grpo(advantages=STD_VERL, surrogate=surrogate("clip", dual=3.0), clip_low=0.2, clip_high=0.28),
-    ),
-    Variant(
-        "dapo",
-        "tunix",
+    row("dapo@paper", STD, CLIPPED_HIGHER).says("clip 0.2 below and 0.28 above; A as in GRPO; token mean"),
+    row(
+        "dapo@verl",
+        STD_VERL,
+        piece(f.clipped(0.2, 0.28, dual=3.0), surrogate=surrogate("clip", dual=3.0), clip_low=0.2, clip_high=0.28),
+    ).says("clip_ratio_high=0.28; std + 1e-6; dual clip at 3"),
+    row("dapo@tunix", STD_VERL, CLIPPED_HIGHER).says(
         "epsilon_high=0.28; std + 1e-6; token mean",
-        objective(A_VERL, CLIPPED_HIGHER),
-        grpo(advantages=STD_VERL, clip_low=0.2, clip_high=0.28),
         "its dynamic sampling is not there, and overlong shaping counts characters",
     ),
     # A bound on what the lower clip lets through.
-    Variant(
-        "two_sided_clip",
-        "trl",
-        "delta=4: rho is at most 4 on the unclipped branch",
-        objective(A_TRL, f.clipped(0.2, 0.2, dual=4.0)),
-        grpo(advantages=STD, surrogate=surrogate("clip", dual=4.0), **CLIP),
-    ),
+    row(
+        "two_sided_clip@trl",
+        STD,
+        piece(f.clipped(0.2, 0.2, dual=4.0), surrogate=surrogate("clip", dual=4.0), **CLIP),
+    ).says("delta=4: rho is at most 4 on the unclipped branch"),
     # The ratio to the trainer, weighted for the sampler.
     Variant(
         "decoupled_ppo",
         "areal",
         "w min(rho A, clip(rho) A), w = exp(old - sampler) without gradient",
-        objective(f.less_group_mean, CLIPPED, correction=f.truncate(1e30)),
+        objective(f.less_group_mean, CLIPPED.formula, correction=f.truncate(1e30)),
         grpo(old_logprobs="rescored", correction=correction("truncate_tokens", cap=1e30), **CLIP),
-        sampled="sampler",
+        **SAMPLER,
     ),
 ]
 
 # ---- ratios of completions
 
-GSPO_LOW = 3e-4
-GSPO_HIGH = 4e-4
-GSPO_BOUNDS = {"clip_low": GSPO_LOW, "clip_high": GSPO_HIGH}
-GSPO_OURS = grpo(advantages=STD, weighting=SEQUENCES, ratio=ratio("sequence_ratio"), **GSPO_BOUNDS)
-GSPO_OURS_VERL = GSPO_OURS | {"advantages": STD_VERL}
-GSPO = f.clipped(GSPO_LOW, GSPO_HIGH, f.ratio_of_completions)
-GSPO_BY_TOKEN = f.clipped(GSPO_LOW, GSPO_HIGH, f.completion_ratio_by_token)
 _COMPLETION_RATIOS = [
     # One ratio for a completion; some give each token its own gradient.
-    Variant(
-        "gspo",
-        "paper",
-        "s = exp(mean_t log rho); - min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A); mean over completions",
-        objective(A_TRL, GSPO, f.mean_of_completions),
-        GSPO_OURS,
+    row("gspo@paper", STD, GSPO, SEQUENCES).says(
+        "s = exp(mean_t log rho); - min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A); mean over completions"
     ),
-    Variant(
-        "gspo",
-        "verl",
+    row("gspo@verl", STD_VERL, GSPO_BY_TOKEN, SEQUENCES).says(
         "s_t = exp(sg[log s] + lp - sg[lp]): the token's own gradient; mean over completions of token means",
-        objective(A_VERL, GSPO_BY_TOKEN, f.mean_of_completions),
-        GSPO_OURS_VERL,
         "another form of the same gradient, since A is the same for all tokens",
     ),
-    Variant(
-        "gspo",
-        "nemo_rl",
-        "sequence_level_importance_ratios, with their advantages",
-        objective(f.peers_std(1e-6), GSPO, f.mean_of_completions),
-        GSPO_OURS | {"advantages": STD_NEMO},
-        "the advantages are those of grpo@nemo_rl",
+    row("gspo@nemo_rl", STD_NEMO, GSPO, SEQUENCES).says(
+        "sequence_level_importance_ratios, with their advantages", NEMO
     ),
-    Variant(
-        "gspo",
-        "openrlhf",
-        "with a sampler correction: s against the sampler, not against the old policy",
-        objective(
-            f.group_std(1e-9), f.clipped(GSPO_LOW, GSPO_HIGH, f.completion_ratio_to_sampler), f.mean_of_completions
-        ),
-        GSPO_OURS | {"advantages": advantage("standardise", eps=1e-9)},
-        sampled="sampler",
+    row("gspo@openrlhf", STD_OPENRLHF, GSPO_TO_SAMPLER, SEQUENCES, **SAMPLER).says(
+        "with a sampler correction: s against the sampler, not against the old policy"
     ),
-    Variant(
-        "gspo",
-        "tunix",
-        "loss_algo=gspo-token: the form of verl; mean over completions that are not empty",
-        objective(A_VERL, GSPO_BY_TOKEN, f.mean_of_nonempty),
-        None,
-        "equal to ours but where a completion is empty",
+    row("gspo@tunix", STD_VERL, GSPO_BY_TOKEN, NONEMPTY).says(
+        "loss_algo=gspo-token: the form of verl; mean over completions that are not empty", EMPTY
     ),
     # The same with a mean over tokens, where long completions weigh more.
-    Variant(
-        "gspo_token_mean",
-        "trl",
+    row("gspo_token_mean@trl", STD, GSPO).says(
         "importance_sampling_level=sequence with the default loss_type=dapo: token mean",
-        objective(A_TRL, GSPO),
-        GSPO_OURS | {"weighting": weighting("per_token")},
         "long completions weigh more, which TRL warns of",
     ),
     # The same with a sum over tokens.
-    Variant(
-        "luspo",
-        "trl",
+    row("luspo@trl", STD, GSPO, Piece(f.sum_of_completions, None)).says(
         "s A summed over the tokens of a completion, mean over completions",
-        objective(A_TRL, GSPO, f.sum_of_completions),
-        None,
         "a weight by length that we have no name for",
     ),
     # Token ratios are bounded before their geometric mean is taken.
-    Variant(
-        "gmpo",
-        "paper",
-        "exp(mean_t of log rho, at most 0.4 where A > 0, at least -0.4 where A < 0) A",
-        objective(A_TRL, f.geometric_ratio(0.4), f.mean_of_completions),
-        grpo(advantages=STD, weighting=SEQUENCES, surrogate=surrogate("geometric_mean", log_clip=0.4)),
+    row("gmpo@paper", STD, GMPO, SEQUENCES).says(
+        "exp(mean_t of log rho, at most 0.4 where A > 0, at least -0.4 where A < 0) A"
     ),
-    Variant(
-        "gmpo",
-        "verl",
-        "geo_mean, with clip_ratio 0.4 on logarithms; std + 1e-6",
-        objective(A_VERL, f.geometric_ratio(0.4), f.mean_of_completions),
-        grpo(advantages=STD_VERL, weighting=SEQUENCES, surrogate=surrogate("geometric_mean", log_clip=0.4)),
-    ),
+    row("gmpo@verl", STD_VERL, GMPO, SEQUENCES).says("geo_mean, with clip_ratio 0.4 on logarithms; std + 1e-6"),
 ]
 
 # ---- the ratio as a weight, gates and masks
 
-WEIGHTED = {"surrogate": surrogate("cispo")}
-WEIGHTED_AROUND_ONE = WEIGHTED | CLIP
-WEIGHTED_UP_TO_5 = {"clip_low": None, "clip_high": 4.0} | WEIGHTED
-TV = surrogate("binary_tv")
-TV_LOG_SQUARE = surrogate("binary_tv", log_square=1e-3)
+BATCH_SCALED = piece(f.batch_std(1e-4), advantages=advantage("batch_scaled"))
 _TOKEN_RATIOS = [
     # Bounds around 1, or the bounds themselves; to the trainer, or to the sampler.
-    Variant(
-        "cispo",
-        "paper",
-        "- sg[min(rho, 1 + eps)] A lp; token mean; no lower bound; eps = 0.2",
-        objective(A_TRL, f.bounded_weight(None, 1.2)),
-        grpo(advantages=STD, clip_low=None, clip_high=0.2, **WEIGHTED),
-    ),
-    Variant(
-        "cispo",
-        "trl",
+    row("cispo@paper", STD, WEIGHT).says("- sg[min(rho, 1 + eps)] A lp; token mean; no lower bound; eps = 0.2"),
+    row("cispo@trl", STD, WEIGHT_UP_TO_5).says(
         "- sg[min(rho, eps_high)] A lp: eps_high is the cap itself; 5 as ScaleRL recommends",
-        objective(A_TRL, f.bounded_weight(None, 5.0)),
-        grpo(advantages=STD, **WEIGHTED_UP_TO_5),
         "left at its default the cap is 0.2: nearly all tokens have that one weight",
     ),
-    Variant(
-        "cispo_default",
-        "trl",
+    row("cispo_default@trl", STD, Piece(f.bounded_weight(None, 0.2), None)).says(
         "epsilon_high not given: the cap is 0.2",
-        objective(A_TRL, f.bounded_weight(None, 0.2)),
-        None,
         "nearly all tokens have the one weight 0.2; we refuse a cap below 1",
     ),
-    Variant(
-        "cispo",
-        "verl",
-        "- sg[clip(rho, 0.8, 1.2)] A lp",
-        objective(A_VERL, f.bounded_weight(0.8, 1.2)),
-        grpo(advantages=STD_VERL, **WEIGHTED_AROUND_ONE),
+    row("cispo@verl", STD_VERL, WEIGHT_AROUND_1).says("- sg[clip(rho, 0.8, 1.2)] A lp"),
+    row("cispo@nemo_rl", STD_NEMO, WEIGHT_AROUND_1).says("as verl, with their advantages", NEMO),
+    row("cispo@skyrl", STD_VERL, WEIGHT_TO_SAMPLER, **SAMPLER).says(
+        "cispo_anchor=rollout: rho against the sampler, within 0.8 and 1.2"
     ),
-    Variant(
-        "cispo",
-        "nemo_rl",
-        "as verl, with their advantages",
-        objective(f.peers_std(1e-6), f.bounded_weight(0.8, 1.2)),
-        grpo(advantages=STD_NEMO, **WEIGHTED_AROUND_ONE),
-        "the advantages are those of grpo@nemo_rl",
-    ),
-    Variant(
-        "cispo",
-        "skyrl",
-        "cispo_anchor=rollout: rho against the sampler, within 0.8 and 1.2",
-        objective(A_VERL, f.bounded_weight(0.8, 1.2, f.ratio_to_sampler)),
-        grpo(advantages=STD_VERL, **WEIGHTED_AROUND_ONE),
-        sampled="sampler",
-    ),
-    Variant(
-        "cispo",
-        "tinker",
-        "clip_low_threshold=0.8 and clip_high_threshold=1.2 are the bounds themselves; A = r - mean",
-        objective(f.less_group_mean, f.bounded_weight(0.8, 1.2, f.ratio_to_sampler)),
-        grpo(**WEIGHTED_AROUND_ONE),
-        sampled="sampler",
+    row("cispo@tinker", CENTRED, WEIGHT_TO_SAMPLER, **SAMPLER).says(
+        "clip_low_threshold=0.8 and clip_high_threshold=1.2 are the bounds themselves; A = r - mean"
     ),
     # What else ScaleRL changes beside the cap.
-    Variant(
-        "scalerl",
-        "paper",
-        "CISPO with cap 5; A = (r - group mean) / std of the batch; mean over prompts of token means",
-        objective(f.batch_std(1e-4), f.bounded_weight(None, 5.0), f.prompt_mean),
-        grpo(advantages=advantage("batch_scaled"), weighting=weighting("per_prompt"), **WEIGHTED_UP_TO_5),
+    row("scalerl@paper", BATCH_SCALED, WEIGHT_UP_TO_5, piece(f.prompt_mean, weighting=weighting("per_prompt"))).says(
+        "CISPO with cap 5; A = (r - group mean) / std of the batch; mean over prompts of token means"
     ),
     # Anchored at the sampler with the gradient of the ratio, or at the trainer without.
-    Variant(
-        "dppo",
-        "paper",
-        "- rho A against the sampler, 0 where A > 0 and p - p_gen > 0.2 or A < 0 and p - p_gen < -0.2",
-        objective(f.less_group_mean, f.tv_masked(0.2)),
-        grpo(surrogate=TV),
-        sampled="sampler",
+    row("dppo@paper", CENTRED, TV, **SAMPLER).says(
+        "- rho A against the sampler, 0 where A > 0 and p - p_gen > 0.2 or A < 0 and p - p_gen < -0.2"
     ),
-    Variant(
-        "dppo",
-        "prime_rl",
+    row("dppo@prime_rl", CENTRED, TV_PRIME_RL, **SAMPLER).says(
         "the same, + 1e-3 (lp - lp_gen)^2 on all tokens",
-        objective(f.less_group_mean, f.tv_masked(0.2, log_square=1e-3, drops_zero=True)),
-        grpo(surrogate=TV_LOG_SQUARE),
         "where A = 0 it may drop a token, which changes nothing",
-        sampled="sampler",
     ),
-    Variant(
-        "dppo",
-        "skyrl",
-        "as the paper; group std + 1e-6",
-        objective(A_VERL, f.tv_masked(0.2)),
-        grpo(advantages=STD_VERL, surrogate=TV),
-        sampled="sampler",
-    ),
-    Variant(
-        "dppo",
-        "verl",
-        "- keep sg[min(rho, 20)] A lp, rho and p against the old policy",
-        objective(A_VERL, f.tv_masked(0.2, anchor="old", cap=20.0)),
-        grpo(advantages=STD_VERL, surrogate=surrogate("binary_tv", cap=20.0)),
-    ),
+    row("dppo@skyrl", STD_VERL, TV, **SAMPLER).says("as the paper; group std + 1e-6"),
+    row(
+        "dppo@verl",
+        STD_VERL,
+        piece(f.tv_masked(0.2, anchor="old", cap=20.0), surrogate=surrogate("binary_tv", cap=20.0)),
+    ).says("- keep sg[min(rho, 20)] A lp, rho and p against the old policy"),
     # A gate in place of a clip.
-    Variant(
-        "sapo",
-        "paper",
-        "- (4 / tau) sigmoid(tau (rho - 1)) A; tau 1 for A > 0, 1.05 else; mean over completions",
-        objective(A_TRL, f.soft_gate(1.0, 1.05), f.mean_of_completions),
-        grpo(advantages=STD, weighting=SEQUENCES, surrogate=surrogate("sapo")),
+    row("sapo@paper", STD, SAPO, SEQUENCES).says(
+        "- (4 / tau) sigmoid(tau (rho - 1)) A; tau 1 for A > 0, 1.05 else; mean over completions"
     ),
-    Variant(
-        "sapo",
-        "verl",
-        "the same; std + 1e-6",
-        objective(A_VERL, f.soft_gate(1.0, 1.05), f.mean_of_completions),
-        grpo(advantages=STD_VERL, weighting=SEQUENCES, surrogate=surrogate("sapo")),
-    ),
+    row("sapo@verl", STD_VERL, SAPO, SEQUENCES).says("the same; std + 1e-6"),
 ]
 
 # ---- other baselines
 
 K1_REWARD = {"kl_coef": 0.05, "kl_estimator": "k1_reward"}
-MAXRL_OURS = grpo(advantages=advantage("max_likelihood"), **PLAIN)
 _BASELINES = [
     # The mean of the others as baseline.
-    Variant(
-        "rloo",
-        "paper",
-        "A = r - mean of the others; - rho A; token mean",
-        objective(f.less_others_mean, f.importance()),
-        grpo(advantages=advantage("leave_one_out"), **PLAIN),
-    ),
-    Variant(
-        "rloo",
-        "trl",
+    row("rloo@paper", OTHERS, IMPORTANCE).says("A = r - mean of the others; - rho A; token mean"),
+    row(
+        "rloo@trl", Piece(f.with_k1(f.less_others_mean, 0.05), OTHERS.ours), piece(CLIPPED.formula, **CLIP, **K1_REWARD)
+    ).says(
         "r is less 0.05 sum_t (old - ref); A = r - mean of the others; clip 0.2 on the ratio of tokens",
-        objective(f.with_k1(f.less_others_mean, 0.05), f.clipped(0.2, 0.2)),
-        grpo(advantages=advantage("leave_one_out"), **CLIP, **K1_REWARD),
         "their ratio is that of whole completions, a product over tokens",
     ),
-    Variant(
-        "rloo",
-        "verl",
-        "A = G / (G - 1) (r - mean)",
-        objective(f.less_others_mean, f.clipped(0.2, 0.2, dual=3.0)),
-        grpo(advantages=advantage("leave_one_out"), surrogate=surrogate("clip", dual=3.0), **CLIP),
-    ),
-    Variant(
-        "rloo",
-        "tunix",
-        "A = r - mean of the others; clip 0.2; mean over completions that are not empty",
-        objective(f.less_others_mean, f.clipped(0.2, 0.2), f.mean_of_nonempty),
-        None,
-        "equal to ours but where a completion is empty",
+    row("rloo@verl", OTHERS, DUAL).says("A = G / (G - 1) (r - mean)"),
+    row("rloo@tunix", OTHERS, CLIPPED, NONEMPTY).says(
+        "A = r - mean of the others; clip 0.2; mean over completions that are not empty", EMPTY
     ),
     # Statistics of the whole batch.
-    Variant(
-        "reinforce_pp",
-        "verl",
-        "A = r, whitened over the tokens of the batch",
-        objective(f.whitened(False), f.clipped(0.2, 0.2, dual=3.0)),
-        grpo(
-            advantages=advantage("whiten", over="tokens", group_baseline=False),
-            surrogate=surrogate("clip", dual=3.0),
-            **CLIP,
-        ),
-    ),
-    Variant(
-        "reinforce_pp_baseline",
-        "paper",
-        "A = r - group mean, whitened over the completions of the batch",
-        objective(f.whitened(True, over="samples"), f.clipped(0.2, 0.2)),
-        grpo(advantages=advantage("whiten", over="samples"), **CLIP),
-    ),
-    Variant(
-        "reinforce_pp_baseline",
-        "verl",
-        "the same over tokens: long completions weigh more in mean and std",
-        objective(f.whitened(True), f.clipped(0.2, 0.2, dual=3.0)),
-        grpo(advantages=advantage("whiten", over="tokens"), surrogate=surrogate("clip", dual=3.0), **CLIP),
-    ),
-    Variant(
-        "reinforce_pp_baseline",
-        "nemo_rl",
-        "over tokens, with the variance of a population",
-        objective(f.whitened(True, ddof=0), f.clipped(0.2, 0.2)),
-        None,
-        "differs from verl by sqrt(n / (n - 1)) of the tokens",
+    row(
+        "reinforce_pp@verl",
+        piece(f.whitened(False), advantages=advantage("whiten", over="tokens", group_baseline=False)),
+        DUAL,
+    ).says("A = r, whitened over the tokens of the batch"),
+    row(
+        "reinforce_pp_baseline@paper",
+        piece(f.whitened(True, over="samples"), advantages=advantage("whiten", over="samples")),
+        CLIPPED,
+    ).says("A = r - group mean, whitened over the completions of the batch"),
+    row(
+        "reinforce_pp_baseline@verl", piece(f.whitened(True), advantages=advantage("whiten", over="tokens")), DUAL
+    ).says("the same over tokens: long completions weigh more in mean and std"),
+    row("reinforce_pp_baseline@nemo_rl", Piece(f.whitened(True, ddof=0), None), CLIPPED).says(
+        "over tokens, with the variance of a population", "differs from verl by sqrt(n / (n - 1)) of the tokens"
     ),
     # The mean of the group, the std of the batch.
-    Variant(
-        "batch_scaled",
-        "trl",
-        "scale_rewards=batch: (r - group mean) / (std of the batch + 1e-4)",
-        objective(f.batch_std(1e-4), f.clipped(0.2, 0.2)),
-        grpo(advantages=advantage("batch_scaled", eps=1e-4), **CLIP),
+    row("batch_scaled@trl", piece(f.batch_std(1e-4), advantages=advantage("batch_scaled", eps=1e-4)), CLIPPED).says(
+        "scale_rewards=batch: (r - group mean) / (std of the batch + 1e-4)"
     ),
     # A success rate in the denominator; what stands beside it where the rate is 0.
-    Variant(
-        "maxrl",
-        "paper",
-        "A = (r - mean) / mean, 0 where the mean is 0; - rho A; rewards of 0 and 1",
-        objective(f.over_mean(), f.importance()),
-        MAXRL_OURS,
-        binary=True,
+    row("maxrl@paper", OVER_MEAN, IMPORTANCE, binary=True).says(
+        "A = (r - mean) / mean, 0 where the mean is 0; - rho A; rewards of 0 and 1"
     ),
-    Variant(
-        "maxrl",
-        "prime_rl",
-        "as the paper, with their DPPO",
-        objective(f.over_mean(), f.tv_masked(0.2, log_square=1e-3, drops_zero=True)),
-        grpo(advantages=advantage("max_likelihood"), surrogate=surrogate("binary_tv", log_square=1e-3)),
-        binary=True,
-        sampled="sampler",
-    ),
-    Variant(
-        "maxrl",
-        "skyrl",
+    row("maxrl@prime_rl", OVER_MEAN, TV_PRIME_RL, binary=True, **SAMPLER).says("as the paper, with their DPPO"),
+    row("maxrl@skyrl", Piece(f.over_mean(1e-6), OVER_MEAN.ours), IMPORTANCE, binary=True).says(
         "A = (r - mean) / (mean + 1e-6)",
-        objective(f.over_mean(1e-6), f.importance()),
-        MAXRL_OURS,
         "for rewards of 0 and 1 within 4e-6 of the paper; negative rewards turn the sign",
-        binary=True,
     ),
-    Variant(
-        "maxrl",
-        "trl",
-        "pull request 5026: A = (r - mean) / (mean + 1e-4)",
-        objective(f.over_mean(1e-4), f.importance()),
-        None,
-        "4e-4 from the paper at a success rate of 1 in 4",
-        binary=True,
+    row("maxrl@trl", Piece(f.over_mean(1e-4), None), IMPORTANCE, binary=True).says(
+        "pull request 5026: A = (r - mean) / (mean + 1e-4)", "4e-4 from the paper at a success rate of 1 in 4"
     ),
     # Several rewards, each on a scale of its own.
-    Variant(
-        "gdpo",
-        "trl",
-        "normalise_then_sum: each reward (r - mean) / (std + 1e-4) in its group, the sum again over the batch + 1e-4",
-        objective(f.each_reward(1e-4, 1e-4), f.clipped(0.2, 0.2)),
-        grpo(advantages=advantage("per_reward", eps=1e-4), **CLIP),
+    row("gdpo@trl", piece(f.each_reward(1e-4, 1e-4), advantages=advantage("per_reward", eps=1e-4)), CLIPPED).says(
+        "normalise_then_sum: each reward (r - mean) / (std + 1e-4) in its group, the sum again over the batch + 1e-4"
     ),
-    Variant(
-        "gdpo",
-        "nemo_rl",
-        "the same without anything added at the end",
-        objective(f.each_reward(1e-6, 0.0), f.clipped(0.2, 0.2)),
-        None,
-        "divides 0 by 0 where all agree",
+    row("gdpo@nemo_rl", Piece(f.each_reward(1e-6, 0.0), None), CLIPPED).says(
+        "the same without anything added at the end", "divides 0 by 0 where all agree"
     ),
     # A baseline weighted by lengths.
-    Variant(
-        "opo",
-        "verl",
-        "A = r - sum(L r) / sum(L) of the group, L the length",
-        objective(f.length_weighted, f.clipped(0.2, 0.2, dual=3.0)),
-        None,
-        "not offered",
+    row("opo@verl", Piece(f.length_weighted, None), DUAL).says(
+        "A = r - sum(L r) / sum(L) of the group, L the length", "not offered"
     ),
     # No ratio at all.
-    Variant(
-        "reinforce",
-        "verl",
-        "gpg: - A lp, A = r - group mean",
-        objective(f.less_group_mean, f.plain_logprob),
-        grpo(ratio=ratio("no_ratio"), **PLAIN),
-        "our value is of A rather than of A lp, which says nothing either",
-        gradient_only=True,
+    row("reinforce@verl", CENTRED, LOGPROB, gradient_only=True).says(
+        "gpg: - A lp, A = r - group mean", "our value is of A rather than of A lp, which says nothing either"
     ),
-    Variant(
-        "reinforce",
-        "nemo_rl",
-        "disable_ppo_ratio: - A lp, with their advantages",
-        objective(f.peers_std(1e-6), f.plain_logprob),
-        grpo(advantages=STD_NEMO, ratio=ratio("no_ratio"), **PLAIN),
-        "the advantages are those of grpo@nemo_rl",
-        gradient_only=True,
+    row("reinforce@nemo_rl", STD_NEMO, LOGPROB, gradient_only=True).says(
+        "disable_ppo_ratio: - A lp, with their advantages", NEMO
     ),
 ]
 
@@ -532,88 +327,53 @@ _BASELINES = [
 # ---- what trainer and sampler disagree about
 
 
-def with_factor(factor: Any, ours: dict | None, name: str, by: str, formula: str, why: str = "") -> Variant:
+def with_factor(name: str, factor: Any, ours: dict | None, **more: Any) -> Row:
     """Centred rewards and a clip of 0.2, whose gain is multiplied by the factor."""
     settings = None if ours is None else grpo(old_logprobs="rescored", correction=ours, **CLIP)
-    loss = objective(f.less_group_mean, CLIPPED, correction=factor)
-    return Variant(name, by, formula, loss, settings, why, sampled="sampler")
+    loss = objective(f.less_group_mean, CLIPPED.formula, correction=factor)
+    return Row(name, loss, settings, SAMPLER | more)
 
 
-GEOMETRIC = "mask_sequences"
 _CORRECTIONS = [
-    with_factor(f.truncate(2.0), TIS, "tis_token", "verl", "min(w, 2), w = exp(old - sampler)"),
-    with_factor(
-        f.truncate(3.0), correction("truncate_tokens", cap=3.0), "tis_token", "trl", "token_truncate: min(w, 3)"
+    with_factor("tis_token@verl", f.truncate(2.0), correction("truncate_tokens", cap=2.0)).says(
+        "min(w, 2), w = exp(old - sampler)"
     ),
-    with_factor(
-        f.truncate(2.0, "sequence"),
-        None,
-        "tis_sequence",
-        "verl",
-        "min(product over the completion of w, 2)",
-        "a product over tokens grows with the length",
+    with_factor("tis_token@trl", f.truncate(3.0), correction("truncate_tokens", cap=3.0)).says(
+        "token_truncate: min(w, 3)"
     ),
-    with_factor(f.truncate(5.0, "sequence"), None, "tis_sequence", "skyrl", "min(product of w, 5)", "as verl"),
-    with_factor(
-        f.mask_outside(0.0, 3.0, "sequence"),
-        None,
-        "sequence_mask",
-        "trl",
+    with_factor("tis_sequence@verl", f.truncate(2.0, "sequence"), None).says(
+        "min(product over the completion of w, 2)", "a product over tokens grows with the length"
+    ),
+    with_factor("tis_sequence@skyrl", f.truncate(5.0, "sequence"), None).says("min(product of w, 5)", "as verl"),
+    with_factor("sequence_mask@trl", f.mask_outside(0.0, 3.0, "sequence"), None).says(
         "the default: the product of w, 0 above 3",
         "leaves out long completions: a gap of 1e-3 a token is e^2 over 2,000 tokens",
     ),
-    with_factor(
-        f.mask_outside(0.5, 5.0),
-        correction("mask_tokens", low=0.5, high=5.0),
-        "icepop",
-        "nemo_rl",
-        "w within 0.5 and 5, else 0",
+    with_factor("icepop@nemo_rl", f.mask_outside(0.5, 5.0), correction("mask_tokens", low=0.5, high=5.0)).says(
+        "w within 0.5 and 5, else 0"
+    ),
+    with_factor("icepop@trl", f.mask_outside(0.0, 3.0), correction("mask_tokens", low=0.0, high=3.0)).says(
+        "token_mask: w up to 3, else 0"
+    ),
+    with_factor("token_mask@skyrl", f.mask_outside(0.5, 2.0, keep=False), None).says(
+        "1 where w is within 0.5 and 2, else 0", "the same name, without the weight"
     ),
     with_factor(
-        f.mask_outside(0.0, 3.0),
-        correction("mask_tokens", low=0.0, high=3.0),
-        "icepop",
-        "trl",
-        "token_mask: w up to 3, else 0",
-    ),
-    with_factor(
-        f.mask_outside(0.5, 2.0, keep=False),
-        None,
-        "token_mask",
-        "skyrl",
-        "1 where w is within 0.5 and 2, else 0",
-        "the same name, without the weight",
-    ),
-    with_factor(
-        f.geometric_mask(0.99, 1.01),
-        correction(GEOMETRIC, low=0.99, high=1.01),
-        "geometric_mask",
-        "skyrl",
-        "1 for a completion whose geometric mean of w is within 0.99 and 1.01, else 0",
-    ),
-    with_factor(
-        f.geometric_mask(0.999, 1.002, True),
-        None,
-        "geometric_mask",
-        "nemo_rl",
-        "seq-mask-tis: the same within 0.999 and 1.002, times the w of each token",
-        "two corrections in one",
+        "geometric_mask@skyrl", f.geometric_mask(0.99, 1.01), correction("mask_sequences", low=0.99, high=1.01)
+    ).says("1 for a completion whose geometric mean of w is within 0.99 and 1.01, else 0"),
+    with_factor("geometric_mask@nemo_rl", f.geometric_mask(0.999, 1.002, True), None).says(
+        "seq-mask-tis: the same within 0.999 and 1.002, times the w of each token", "two corrections in one"
     ),
     # Away from whom.
-    Variant(
-        "off_policy_mask",
-        "trl",
+    with_factor("off_policy_mask@trl", f.off_policy_mask(0.5), None).says(
         "off_policy_mask_threshold=0.5: 0 for a completion with A < 0 and mean(sampler - lp) > 0.5",
-        objective(f.less_group_mean, CLIPPED, correction=f.off_policy_mask(0.5)),
-        None,
         "theirs is away from the sampler, beside a ratio to the trainer; ours has one anchor",
-        sampled="sampler",
     ),
     Variant(
         "off_policy_mask",
         "paper",
         "0 for a completion with A < 0 and mean(old - lp) > 0.5",
-        objective(f.less_group_mean, CLIPPED, correction=f.off_policy_mask(0.5, "old")),
+        objective(f.less_group_mean, CLIPPED.formula, correction=f.off_policy_mask(0.5, "old")),
         grpo(off_policy_delta=0.5, **CLIP),
     ),
 ]
@@ -622,55 +382,37 @@ _CORRECTIONS = [
 # ---- the KL to the reference
 
 
-def penalised(estimate: Any, ours: str | None, by: str, name: str, formula: str, why: str = "") -> Variant:
+def penalised(name: str, estimate: Any, ours: str | None) -> Row:
     """Centred rewards and a clip of 0.2, with 0.1 times the estimate in the loss."""
     settings = None if ours is None else grpo(kl_coef=0.1, kl_estimator=ours, **CLIP)
-    loss = objective(f.less_group_mean, CLIPPED, kl=estimate, kl_coef=0.1)
-    return Variant(name, by, formula, loss, settings, why)
+    return Row(name, objective(f.less_group_mean, CLIPPED.formula, kl=estimate, kl_coef=0.1), settings, {})
 
 
-NO_GRADIENT = "as a loss its expected gradient is 0"
 _KL = [
-    penalised(f.kl_k1, None, "verl", "kl_k1", "kl: lp - ref", NO_GRADIENT),
-    penalised(f.kl_k2, "k2", "verl", "kl_k2", "mse: (lp - ref)^2 / 2"),
-    penalised(f.kl_k3, "k3", "trl", "kl_k3", "exp(d) - d - 1, d = ref - lp"),
-    penalised(
-        f.kl_k3_clamped,
-        None,
-        "verl",
-        "kl_k3",
+    penalised("kl_k1@verl", f.kl_k1, None).says("kl: lp - ref", "as a loss its expected gradient is 0"),
+    penalised("kl_k2@verl", f.kl_k2, "k2").says("mse: (lp - ref)^2 / 2"),
+    penalised("kl_k3@trl", f.kl_k3, "k3").says("exp(d) - d - 1, d = ref - lp"),
+    penalised("kl_k3@verl", f.kl_k3_clamped, None).says(
         "low_var_kl: d within [-20, 20], the result within [-10, 10]",
         "no gradient exactly where the KL is largest",
     ),
-    penalised(
-        f.kl_k3_ratio,
-        "k3_exact",
-        "trl",
-        "kl_k3_ratio",
+    penalised("kl_k3_ratio@trl", f.kl_k3_ratio, "k3_exact").says(
         "use_bias_correction_kl, on by default in 1.16: rho (exp(d) - d - 1)",
         "its two gradients add up to - rho d, as in kl_k3_exact",
     ),
-    penalised(
-        f.kl_k3_with_k2_gradient,
-        None,
-        "verl",
-        "kl_k3_exact",
+    penalised("kl_k3_exact@verl", f.kl_k3_with_k2_gradient, None).says(
         "k3+: the value of k3, the gradient of k2",
         "ours has the ratio besides, so that it is right off policy; equal at rho = 1",
     ),
-    penalised(
-        f.kl_k3_exact,
-        "k3_exact",
-        "paper",
-        "kl_k3_exact",
-        "sg[rho] times the value of k3 with the gradient of k2: the gradient of the KL",
+    penalised("kl_k3_exact@paper", f.kl_k3_exact, "k3_exact").says(
+        "sg[rho] times the value of k3 with the gradient of k2: the gradient of the KL"
     ),
     # Beside it, and added as it is.
     Variant(
         "entropy_bonus",
         "paper",
         "- 0.01 H, H = - sum_v p_v log p_v over the tokens that could have been drawn",
-        objective(f.less_group_mean, CLIPPED, kl=f.less_entropy, kl_coef=0.01),
+        objective(f.less_group_mean, CLIPPED.formula, kl=f.less_entropy, kl_coef=0.01),
         grpo(entropy_coef=0.01, **CLIP),
         "arXiv:1602.01783; its gradient is that of H, not of an estimate by the drawn token",
     ),

@@ -1,7 +1,4 @@
-"""One update of a tiny model, however it is divided: its gradient, its metrics and its compiled program.
-
-As a script, it is one of the processes that `processes.run_together` starts; its argument is a file with a batch.
-"""
+"""One update of a tiny model, however it is divided: its gradient, its metrics and its compiled program."""
 
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -10,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.multihost_utils import process_allgather
-from processes import answer
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics.types import Batch, TrainState
@@ -130,29 +125,3 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
 def placed(arrays, table, dtype):
     lay = lambda w, x: put(x.astype(dtype), *w.axes)  # noqa: E731
     return jax.tree.map(lay, table, arrays, is_leaf=weights.is_weight)
-
-
-def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> np.ndarray:
-    """What the frozen reference of the KL term thinks of a batch, on the current mesh."""
-    reference = placed(model.arrays()[0], decoder.weights(model.cfg), np.float32)
-    rows = rows_of(Way(packing=packing, parts=parts))
-    policy = make_policy(model.cfg, None, model.temperature, reference=reference, rows=rows)
-    return policy.scorers["reference"](batch)
-
-
-def update_of(batch_file: str) -> dict:
-    """A few numbers of an update of eight devices, and what the reference thinks of its batch."""
-    arrays = dict(np.load(batch_file))
-    streams = {name.partition(".")[2]: arrays.pop(name) for name in [*arrays] if name.startswith("streams.")}
-    batch = Batch(**arrays, streams=streams)
-    found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
-    grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
-    return {
-        "grad_norm": found.metrics["train/grad_norm"],
-        "grads": [x.ravel()[:: max(1, x.size // 5)] for x in grads],
-        "ref_logprobs": reference_logprobs(MODELS["plain"], "sequences", 2, batch),
-    }
-
-
-if __name__ == "__main__":
-    answer(update_of)

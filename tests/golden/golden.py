@@ -74,25 +74,11 @@ def plain(text: str, folder: Path) -> str:
     return re.sub(r"\d{4}-\d\d-\d\d[_T ]\d\d[:-]\d\d[:-]\d\d", "DATE", text).strip()
 
 
-def api() -> list[str]:
-    import tunix_lite.api
-
-    return sorted(name for name in dir(tunix_lite.api) if not name.startswith("_"))
-
-
 def leaves(value: object, path: str = "") -> list[str]:
     """The settings with their defaults, one a line."""
     if isinstance(value, dict) and value:
         return [line for key, inner in value.items() for line in leaves(inner, f"{path}.{key}" if path else str(key))]
     return [f"{path}={json.dumps(value)}"]
-
-
-def settings(folder: Path) -> list[str]:
-    import yaml
-
-    code, text = told("train --cfg job", folder)
-    assert code == 0, text
-    return leaves(yaml.safe_load(text))
 
 
 def plans(folder: Path) -> dict[str, dict]:
@@ -138,22 +124,20 @@ def programs(folder: Path) -> dict[str, str]:
 
 def recorded() -> dict:
     import jax
+    import yaml
+
+    import tunix_lite.api
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = [line for line in LINES.read_text().splitlines() if line and not line.startswith("#")]
         return {
-            "api": api(),
-            "settings": settings(folder),
+            "api": sorted(name for name in dir(tunix_lite.api) if not name.startswith("_")),
+            "settings": leaves(yaml.safe_load(told("train --cfg job", folder)[1])),
             "plans": plans(folder),
             "programs": {"jax": jax.__version__, **programs(folder / "programs")},
             "errors": {line: list(told(line, folder)) for line in lines},
         }
-
-
-def difference(before: dict, now: dict) -> list[str]:
-    one, other = (json.dumps(value, indent=1, sort_keys=True).splitlines() for value in (before, now))
-    return list(difflib.unified_diff(one, other, "golden.json", "now", lineterm="", n=2))
 
 
 def compare_runs(commit: str) -> int:
@@ -195,7 +179,8 @@ def main() -> None:
     if before["programs"]["jax"] != now["programs"]["jax"]:
         print(f"Programs are not compared: those in {FILE.name} are of jax {before['programs']['jax']}.")
         before["programs"] = now["programs"]
-    if lines := difference(before, now):
+    one, other = (json.dumps(value, indent=1, sort_keys=True).splitlines() for value in (before, now))
+    if lines := list(difflib.unified_diff(one, other, FILE.name, "now", lineterm="", n=2)):
         print(*lines, sep="\n")
         sys.exit("It differs. If that is meant: python tests/golden/golden.py --write, and the message says why.")
 

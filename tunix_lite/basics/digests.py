@@ -20,11 +20,8 @@ MOST_BYTES = 2**28
 
 
 def write_digests(folder: Path, but: Collection[str] = ()) -> None:
-    """Writes digests.json: size and digest of every file in the folder.
-
-    but: names of files that are left out. The file is there as a whole or not at all. Uses at most
-    a quarter of the cores, because a run trains meanwhile. Raises OSError.
-    """
+    """Writes digests.json: size and digest of every file in the folder but these. Raises
+    OSError."""
     paths = [
         file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
     ]
@@ -45,10 +42,8 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
-    """Reads digests.json: name of the file -> (bytes, digest). None if there is no such file.
-
-    Raises ValueError if it is damaged.
-    """
+    """Reads digests.json: name -> (bytes, digest). None without it. Raises ValueError if it is
+    damaged."""
     if not os.path.lexists(folder / NAME):
         return None
     try:
@@ -66,11 +61,8 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
 def changed_files(
     folder: Path, recorded: dict[str, tuple[int, str]], names: Iterable[str]
 ) -> list[str]:
-    """Lists the files that have changed since they were written, each with its damage.
-
-    recorded: of `read_digests`. names: the files to compare. Each entry is a text such as
-    `default/d/ab12 has other bytes than when it was written, ...`.
-    """
+    """Lists the files of these names that have changed since they were written, each with its
+    damage."""
 
     def compare(name: str) -> str | None:
         size, digest = recorded[name]

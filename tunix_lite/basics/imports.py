@@ -1,5 +1,5 @@
-"""Imports objects that the user's settings name by dotted path. Importing a module runs it, so a
-setting that a folder gave is never imported."""
+"""Imports objects that the user's settings name by dotted path; what a folder names is never
+imported."""
 
 import contextlib
 import difflib
@@ -19,12 +19,8 @@ _looks_here: ContextVar[bool] = ContextVar("looks_here", default=False)
 
 @contextlib.contextmanager
 def looking_in_working_folder() -> Iterator[None]:
-    """Inside, settings may name modules of the working folder, too.
-
-    The folder comes last on the import path, and only once a setting names a module that is there
-    and that Python has nowhere else. Until then nothing in it can be imported, so that a folder of
-    somebody else cannot stand in for an optional package that is not installed.
-    """
+    """Inside, settings may name modules of the working folder, too, which comes last on the import
+    path."""
     token = _looks_here.set(True)
     try:
         yield
@@ -33,15 +29,15 @@ def looking_in_working_folder() -> Iterator[None]:
 
 
 def import_named(path: str) -> Any:
-    """Imports the object of a dotted path such as `package.module.NAME`. Raises ValueError where
-    there is no such thing."""
+    """Imports the object of a dotted path such as `package.module.NAME`. Raises ValueError."""
     module, _, name = path.rpartition(".")
     if not module:
         name = name or "NAME"
         raise ValueError(
             f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
         )
-    # The working folder comes last on the import path, if the module is there alone.
+    # Only a module that Python has nowhere else: a folder of somebody else cannot stand in for an
+    # optional package that is not installed.
     here = Path.cwd()
     top = module.partition(".")[0]
     is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
@@ -63,10 +59,7 @@ def import_named(path: str) -> Any:
 
 def _hint(error: Exception, module: str, name: str) -> str:
     """Suggests a remedy for a module that Python does not find, or for a name that it does not
-    have.
-
-    Example: `; did you mean my_rewards?`, where my_rewards.py lies in this folder.
-    """
+    have."""
     top = module.partition(".")[0]
     near: list[str] = []
     if isinstance(error, ModuleNotFoundError) and error.name == top:

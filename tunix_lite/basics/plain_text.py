@@ -1,5 +1,4 @@
-"""Makes text safe to show and to keep: characters that control a terminal, or that are no text, are
-escaped, and secrets that the settings hold are hidden."""
+"""Makes text safe to show and to keep: what controls a terminal is escaped, secrets are hidden."""
 
 import hashlib
 import re
@@ -23,11 +22,8 @@ _SECRETS: dict[str, str] = {}
 
 
 def hide(secret: str, before: str = "", after: str = "") -> None:
-    """Hides a text: from now on it is shown and kept as `<secret:1a2b>`, 16 bits of its digest:
-    enough to see that it changed, and too few to guess it by.
-
-    before, after: what must stand around it.
-    """
+    """Hides a text: from now on it is shown as `<secret:1a2b>`. before, after: what must stand
+    around it."""
     digest = hashlib.sha256(secret.encode(errors="replace")).hexdigest()[:4]
     _SECRETS[f"{before}{secret}{after}"] = f"{before}<secret:{digest}>{after}"
 
@@ -57,20 +53,19 @@ def without_secrets(value: object) -> Any:
 
 
 def visible(text: str) -> str:
-    r"""The text with such characters escaped as Python writes them: `\x1b`, `\u202e`, `\ud800`. \n
-    and \t stay. Secrets are hidden."""
+    """The text with such characters escaped as Python writes them; newlines and tabs stay. Hides
+    secrets."""
     return _ACTS.sub(_escaped, without_secrets(text))
 
 
 def encodable(text: str) -> str:
-    r"""The text as UTF-8 can hold it, with `\ud800` and its like escaped. It is for JSON, which
-    escapes all other characters itself. Secrets are hidden."""
+    """The text as UTF-8 can hold it, for JSON, which escapes all else itself. Hides secrets."""
     return _NO_TEXT.sub(_escaped, without_secrets(text))
 
 
 def shortened(value: object) -> str:
-    """`repr` of a row or a text in one line, cut after SHOWN characters. If it is cut, its length
-    follows."""
+    """`repr` of a row or a text in one line, cut after SHOWN characters, with its length if it is
+    cut."""
     is_text = type(value) is str
     written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")
     if len(written) <= SHOWN:
@@ -93,8 +88,7 @@ def message_of(error: BaseException) -> str:
 
 
 def escaped(text: str, most: int = 120) -> str:
-    """A text as a message shows it: in one line, cut after `most` characters, and without
-    characters that control a terminal."""
+    """A text as a message shows it: in one line, without control characters, cut after `most`."""
     characters = [c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1]]
     return _cut("".join(characters), most)
 
@@ -108,8 +102,6 @@ def _escaped(match: re.Match) -> str:
 
 
 def device_name(kind: str, platform: str) -> str:
-    """A device in words: `NVIDIA H100 80GB HBM3 (gpu)`; of a CPU, whose kind says no more, `cpu`.
-
-    kind, platform: as jax has them.
-    """
+    """A device in words: `NVIDIA H100 80GB HBM3 (gpu)`; of a CPU `cpu`. kind, platform: as jax has
+    them."""
     return kind if kind == platform else f"{kind} ({platform})"

@@ -1,8 +1,5 @@
-"""Reads files that somebody else may have written, as data: of models, of runs and of adapters.
-
-Only ordinary files are read (a pipe would block), as UTF-8, up to a size and a depth. Whatever is
-wrong is a ValueError whose message begins with the file. docs/references/trust.md has the reasons.
-"""
+"""Reads files that somebody else may have written, as data: only ordinary files, as UTF-8, up to a
+size and a depth. A ValueError begins with the file. docs/references/trust.md has the reasons."""
 
 import contextlib
 import json
@@ -62,10 +59,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
-    """The mapping of plain values in a YAML file. Raises ValueError, beginning with the file.
-
-    Anchors are refused: a few lines of them stand for more than fits into memory.
-    """
+    """The mapping of plain values in a YAML file. Raises ValueError, also for anchors."""
     content = _parsed_yaml(file, most)
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a mapping")
@@ -73,8 +67,7 @@ def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
 
 
 def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
-    """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError, beginning
-    with the file."""
+    """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError."""
     content = _parsed_yaml(file, most)
     if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
         raise ValueError(f"{file} does not hold a list of texts")
@@ -115,11 +108,8 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
-    r"""Yields (line, is_whole) for each line of a file, without its newline.
-
-    Of a line longer than `most` bytes only the first `most` are given, and is_whole is false. Only
-    \n ends a line. Raises ValueError, beginning with the file.
-    """
+    """Yields (line, is_whole) for each line, without its newline; of one longer than `most` bytes
+    the first `most`. Raises ValueError."""
     with opened(file) as stream:
         while part := stream.readline(most + 1):
             is_whole = len(part) <= most or part.endswith(b"\n")
@@ -153,11 +143,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def check_only_files(folder: Path) -> None:
-    """Raises ValueError, with the path, if anything below a folder is neither a file nor a folder.
-
-    Reading a pipe or a device may wait for ever. Links to folders are refused too, because they may
-    lead anywhere.
-    """
+    """Raises ValueError if anything below a folder is a pipe, a device or a link to a folder."""
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             path = Path(parent, name)
@@ -171,11 +157,8 @@ def check_only_files(folder: Path) -> None:
 
 
 def as_path(name: str | Path) -> Path:
-    """The path that a setting names, with ~ filled in.
-
-    Raises ValueError for one that cannot exist: it names no user, or is too long; and for an
-    address such as gs://bucket/run.
-    """
+    """The path that a setting names, with ~ filled in. Raises ValueError for one that cannot
+    exist."""
     if is_address(str(name)):
         raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
     try:
@@ -187,12 +170,8 @@ def as_path(name: str | Path) -> Path:
 
 
 def check_settings(values: object, file: Path, where: str = "") -> None:
-    """Raises ValueError, with the file and the key, if settings from a folder hold a `_target_`.
-
-    `_target_` names what to import and call, which only the user may do. Texts with control
-    characters are refused too, because settings are printed in messages. values: nested plain
-    values. where: the dotted name of `values`.
-    """
+    """Raises ValueError if settings from a folder hold a `_target_`, or control characters. where:
+    their dotted name."""
     # Walk down without recursion: a file may be nested deeply.
     left = [(where, values)]
     while left:
@@ -218,8 +197,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_deeper(value: object, most: int) -> bool:
-    """Returns whether more than `most` lists and objects are in one another. Goes down level by
-    level."""
+    """Returns whether more than `most` lists and objects are in one another."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []

@@ -1,8 +1,5 @@
 """`tunix-lite check`: whether this machine, its devices and the processes of a run are in order.
-
-Starting a device, and everything that several processes do together, can wait for ever: so each
-stage has a time, after which the process says what it waited for and ends.
-"""
+Each stage could wait for ever, so it has a time, after which the process says so and ends."""
 
 import contextlib
 import dataclasses
@@ -50,9 +47,7 @@ _NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
 @dataclass(frozen=True)
 class Check:
     """How a machine is looked at.
-
-    Example: `tunix-lite check devices=4` is Check(devices=4).
-    """
+    Example: `tunix-lite check devices=4` is Check(devices=4)."""
 
     # Number of pretend CPU devices to check instead. null checks the attached devices.
     devices: int | None = None
@@ -217,9 +212,6 @@ def _shared_folder() -> str:
         who = f"process {', '.join(missing)}"
         raise ValueError(f"{who} does not see what process 0 writes to {file}")
     return f"all processes see {_FOLDER}/"
-
-
-# ---- what devices do
 
 
 def _row_of(devices: list[jax.Device]) -> jax.sharding.Mesh:

@@ -18,9 +18,7 @@ from tunix_lite.report.run_page import run_page
 @dataclass(frozen=True)
 class DoctorOptions:
     """Where the page goes.
-
-    Example: `tunix-lite doctor RUN doctor.report=RUN` is DoctorOptions(report="RUN").
-    """
+    Example: `tunix-lite doctor RUN doctor.report=RUN` is DoctorOptions(report="RUN")."""
 
     # Folder for report.html of one run, such as its own. null writes none.
     report: str | None = None
@@ -29,9 +27,7 @@ class DoctorOptions:
 @dataclass(frozen=True)
 class Doctor:
     """Which runs are looked at.
-
-    Example: `tunix-lite doctor outputs/latest` is Doctor(folders=("outputs/latest",)).
-    """
+    Example: `tunix-lite doctor outputs/latest` is Doctor(folders=("outputs/latest",))."""
 
     # Run folders, or one sweep folder. `tunix-lite doctor FOLDER [FOLDER ...]` is the short form.
     folders: tuple[str, ...] = ()

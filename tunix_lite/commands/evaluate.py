@@ -4,7 +4,6 @@ is; or two models."""
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,6 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.imports import looking_in_working_folder
-from tunix_lite.basics.plain_text import visible
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
@@ -39,10 +37,14 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.report import evaluation
 from tunix_lite.report.statistics import Estimate
-from tunix_lite.runs.evaluate import rollout_sizes
+from tunix_lite.runs.evaluate import (
+    evaluate,
+    held_out_examples,
+    model_scores,
+    rollout_sizes,
+)
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
-from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.settings.config import RunConfig, build, plain
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import TaskConfig
@@ -54,7 +56,6 @@ from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
     """Settings of an evaluation: examples, samples, and the model to compare with.
-
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
 
@@ -109,12 +110,8 @@ def main() -> None:
 
 
 def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
-    """Evaluates the model, and the one that it is compared with; prints and writes the results.
-
-    Of several processes each samples and grades its share, and the first one prints and writes.
-    Raises ConfigError for a task or an `out` that cannot be used, on all of them, before a model is
-    loaded.
-    """
+    """Evaluates the model, and the one that it is compared with; the first process prints and
+    writes the results. Raises ConfigError, before a model is loaded, on all processes."""
     keep_programs(run.runtime.program_cache)
     options = settings.evaluate
     # One evaluation of all processes that were started as one, which is mostly this one alone.
@@ -186,19 +183,16 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
                     fresh.replace(out / file)
             except OSError as problem:
                 raise ValueError(f"{out} cannot be written: {problem.strerror}") from problem
-        _say(f"results.json, results.md and all completions are in {out}")
+        program.say(f"results.json, results.md and all completions are in {out}")
 
 
 def evaluate_model(
     model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
 ) -> dict[str, Estimate]:
-    """Evaluates a loaded model on the task of `run`: each score with its interval.
-
-    asked: how many examples and samples, and the level of the intervals; None: all held-out
-    examples, greedy. `against` is the command's. Nothing is written. Raises ConfigError.
-
-    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`.
-    """
+    """Evaluates a loaded model on the task of `run`: each score with its interval. asked: how many
+    examples and samples, and the level of the intervals; None: all held-out examples, greedy.
+    `against` is the command's. Nothing is written. Raises ConfigError.
+    Example: `evaluate_model(load("bundled"), compose([]))["accuracy"].value`."""
     asked = asked or EvaluateTaskConfig()
     if asked.against is not None:
         raise ConfigError("against is a setting of the command: call this once for each model")
@@ -229,12 +223,12 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
             models["weights of evaluate.against"] = source.locate(other)
     seen = {}
     for name, model in models.items():
-        held_out = held_out_examples(
+        task, examples = held_out_examples(
             run, model.tokenizer, options.num_examples, options.reference
         )
         if len(hosts()) > 1:
             seen[name] = source.weights_digest(model)
-            seen["data"] = held_out.task.digest(held_out.examples, ("held_out",))
+            seen["data"] = task.digest(examples, ("held_out",))
             seen |= user_code_digests(run)
     return seen
 
@@ -279,36 +273,34 @@ def _score(
     run: RunConfig, options: EvaluateTaskConfig, model: LanguageModel, which: str
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The rows of the completions of a model on the task, and its scores."""
-    held_out = held_out_examples(run, model.tokenizer, options.num_examples, options.reference)
+    task, examples = held_out_examples(
+        run, model.tokenizer, options.num_examples, options.reference
+    )
     name = _task_name(run.task)
-    count = len(held_out.examples)
+    count = len(examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
-    _say(f"{name}, {which}: {count} greedy completions{drawn}")
+    if is_first():
+        program.say(f"{name}, {which}: {count} greedy completions{drawn}")
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (
-        held_out.task.with_workers(
+        task.with_workers(
             run.rewards, progress.line.say, processes, run.conversation
-        ) as task,
+        ) as graded_by,
         progress,
     ):
-        evaluated, scores = model_scores(
+        evaluated = evaluate(
             Policy(generate, None),
+            graded_by,
             model.params,
-            HeldOut(task, held_out.examples),
-            run.seed,
+            examples,
+            jax.random.key(run.seed),
             options.num_samples,
             options.temperature,
-            options.reference,
             progress,
         )
+    scores = model_scores(evaluated, examples, options.reference)
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores
-
-
-def _say(text: str) -> None:
-    """Results go to standard output, all else to standard error, of the first process."""
-    if is_first():
-        print(visible(text), file=sys.stderr, flush=True)

@@ -38,10 +38,8 @@ def main() -> None:
 
 
 def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
-    """Loads the model, writes and compares it, and prints the command that serves it.
-
-    Raises ConfigError for what cannot be exported, as far as possible before the model is loaded.
-    """
+    """Loads the model, writes and compares it, and prints the command that serves it. Raises
+    ConfigError."""
     has_adapters = bool(run.model.lora.rank or run.model.lora.adapter)
     name = "adapter" if has_adapters else "full"
     name = name if settings.kind == "auto" else settings.kind

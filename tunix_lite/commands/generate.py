@@ -55,10 +55,8 @@ def main() -> None:
 
 
 def generate(run: RunConfig, settings: GenerateConfig) -> None:
-    """Reads the prompts, loads the model, and prints or writes the completions.
-
-    Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded.
-    """
+    """Reads the prompts, loads the model, and prints or writes the completions. Raises ConfigError
+    for prompts or an `out` that cannot be used, before the model is loaded."""
     if settings.prompt is None and settings.prompts is None:
         _talk(run, settings)
         return
@@ -115,21 +113,17 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     # All of them, in the order of their prompts.
     dropped = len(prompts) - len({completion.prompt for completion in completions})
     if dropped:
-        print(
-            f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr
-        )
+        program.say(f"{dropped} of {len(prompts)} prompts were too long, and dropped")
     if out is not None:
         out.write_text(_lines(completions, prompts), encoding="utf-8")
         partial.unlink()
         answered = f"{len(completions)} completions of {len(prompts) - dropped} prompts"
-        print(f"{answered} are in {out}", file=sys.stderr)
+        program.say(f"{answered} are in {out}")
 
 
 def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     """A conversation: reads lines from standard input, and prints the model's answer to each.
-
-    Raises ConfigError if the model has no chat template.
-    """
+    Raises ConfigError if the model has no chat template."""
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
@@ -141,7 +135,7 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
         hints.insert(0, f"the model of {Path(settings.checkpoint).resolve()}")
     if model.source.name == "bundled":
         hints.append("the bundled model does sums of three or four numbers, one at a time")
-    print(visible("\n".join(hints)), file=sys.stderr)
+    program.say("\n".join(hints))
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     messages = list(start)
     turn = 0
@@ -163,7 +157,7 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
                 answer = _print_while_sampled(model, conversation, run, seed)
             except ValueError as error:
                 # Too long, or not what the template allows: the conversation stays as it was.
-                print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
+                program.say(f"{error}. /reset begins anew")
                 continue
             messages = [*conversation, {"role": "assistant", "content": answer}]
             turn += 1
@@ -197,20 +191,15 @@ def _lines(completions: list[Completion], prompts: list[Prompt]) -> str:
 
 
 def escape_for_terminal(text: str) -> str:
-    """Escapes control characters in a model's text if standard output is a terminal.
-
-    Files and pipes get the text as it is.
-    """
+    """Escapes control characters in a model's text if standard output is a terminal. Files and
+    pipes get the text as it is."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
-    """The prompts of a file, and for each the most tokens of its completions.
-
-    Each line of a .jsonl file is {"prompt": "..."} or {"messages": [...]}, and may have
-    "max_new_tokens", else `most` counts. Each line of any other file is a prompt. Raises
-    ConfigError with the line that is wrong.
-    """
+    """The prompts of a file, and for each the most tokens of its completions: `max_new_tokens` of
+    its line, or `most`. Lines are {"prompt": "..."} or {"messages": [...]} of .jsonl, else prompts.
+    Raises ConfigError with the line that is wrong."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
     try:

@@ -1,8 +1,5 @@
-"""`--help`: the commands, the groups and the settings that people change; with `all`, or with the
-name of a group, the settings as conf/ explains them.
-
-It reads conf/ alone, and imports neither jax nor Hydra: it starts at once.
-"""
+"""`--help`: the commands, the groups and the settings that people change; with `all` or a group,
+the settings as conf/ explains them. It imports neither jax nor Hydra, so it starts at once."""
 
 import re
 import shutil

@@ -7,24 +7,39 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.untrusted import as_path, read_object
 from tunix_lite.commands import program
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
-from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
+from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import devices_of, find_machine
-from tunix_lite.planning.lengths import Lengths, recorded_lengths
+from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
-from tunix_lite.report.evidence import read_overrides
+from tunix_lite.report.evidence import read_evidence, read_overrides
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
 _COMPILED = 4
+# Steps at the start of a run that compile, and are not compared with a plan.
+_FIRST_STEPS = 2
+# What changes neither the memory nor the time of a step, and may differ from the run compared with.
+_NO_MATTER = (
+    "project_name",
+    "hydra.",
+    "seed",
+    "resume",
+    "evaluation.",
+    "tracking.",
+    "runtime.",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,7 @@ class PlanConfig:
     analytic: bool = False
     # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
-    # Folder of a run made with the same settings: prints predicted against measured, and no plan.
+    # Folder of a run with the same settings: with its lengths, and predicted against measured.
     verify: str | None = None
     # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
@@ -48,10 +63,10 @@ class PlanConfig:
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
-        if self.analytic and self.verify is not None:
+        if self.verify and (self.mesh, self.lengths_of) != ("run", None):
             raise ValueError(
-                "analytic=true compiles nothing, and time is predicted from compiled programs; "
-                "leave it out"
+                "verify=RUN takes the mesh and the lengths of that run; leave mesh and lengths_of "
+                "out"
             )
 
 
@@ -70,22 +85,26 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
         # unless CUDA is none of the platforms that jax may use.
         jax.config.update("jax_platforms", "cpu")
-    if settings.verify is not None:
-        print("\n".join(verified(run, settings)))
-        return
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
-    if settings.lengths_of is not None:
-        lengths = recorded_lengths(settings.lengths_of)
+    for name in ("lengths_of", "verify"):
+        if (run_folder := getattr(settings, name)) is not None:
+            with error_context(f"{name}={run_folder}"):
+                lengths = recorded_lengths(run_folder)
+    if settings.verify is not None:
+        check_same_overrides(settings.verify, sys.argv[1:])
     target = f"plan-{settings.target}"
     folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
+    plans = [_with_forecast(plan, lengths) for plan in found.plans]
+    found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
+    if settings.verify is not None:
+        print("\n".join([*verified(found.plans[0], settings.verify), ""]))
     print(f"written to {folder}/plan.json")
     if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
@@ -98,12 +117,72 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         )
 
 
-def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
-    """Makes a plan for each mesh, the best first.
+def recorded_lengths(folder: str) -> Lengths:
+    """The lengths of a run by its samples and metrics. Raises ValueError where it recorded none."""
+    run = read_evidence(as_path(folder))
+    tokens = [row["tokens"] for row in run.sampled if isinstance(row.get("tokens"), list)]
+    completions = tuple(len(row) for row in tokens if row)
+    if not completions:
+        raise ValueError("there are no samples with tokens, such as samples/step_000020.jsonl")
 
-    words: the command line, which is repeated with what would fit, if no plan fits. Raises
-    ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
-    """
+    # Prompts are not kept as tokens, but how many tokens were read is.
+    file = run.folder / "plan.json"
+    plans = read_object(file).get("plans") if file.is_file() else None
+    first = plans[0] if isinstance(plans, list) and plans else None
+    prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
+    read = run.series("rollout/prefill_tokens")
+    if not read or type(prompts) is not int or prompts < 1:
+        raise ValueError(
+            "metrics.jsonl has no rollout/prefill_tokens, or plan.json no number of prompts, so "
+            "the length of the prompts is not known"
+        )
+    return Lengths(
+        completions=completions, mean_prompt=read.mean / prompts, recorded_by=folder
+    )
+
+
+def check_same_overrides(folder: str, words: list[str]) -> None:
+    """Raises ConfigError, with the command to paste, if the run was started with other settings
+    than those among these words of the command line."""
+    started = read_overrides(as_path(folder), []) or []
+    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
+    here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
+    there = [one for one in started if not one.startswith(_NO_MATTER)]
+    if {one for one in here if not one.startswith(_NO_MATTER)} != set(there):
+        others = [word for word in words if word not in here]
+        raise ConfigError(
+            f"verify={folder}: the run was started with other settings: "
+            f"{shlex.join(['tunix-lite', 'plan', *others, *there])}"
+        )
+
+
+def verified(plan: Plan, folder: str) -> list[str]:
+    """The plan against what the run in this folder measured: lines of a table. Seconds are medians
+    over the steps after the first two, which compile."""
+    run = read_evidence(as_path(folder))
+    predicted = {"memory/peak_gb": plan.peak_bytes / 1e9}
+    measured = {"memory/peak_gb": run.series("memory/peak_gb").largest}
+    if plan.forecast is not None:
+        seconds = plan.forecast.seconds
+        predicted["time/rollout"] = seconds.get("prefill", 0.0) + seconds.get("decode", 0.0)
+        predicted["time/update"] = seconds["update"]
+        predicted["time/step"] = plan.forecast.step_seconds
+        for name in ("time/rollout", "time/update", "time/step"):
+            steps = run.series(name).values[_FIRST_STEPS:]
+            measured[name] = float(np.median(steps)) if len(steps) else np.nan
+    rows = [("", "predicted", "measured", "off by")]
+    for name, value in predicted.items():
+        took = measured[name]
+        # nan: the run has no such number, or no step after the first two
+        off = f"{value / took - 1:+.0%}" if took > 0 else "-"
+        rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))
+    return report.columns(rows)
+
+
+def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
+    """Makes a plan for each mesh, the best first. words: the command line, to repeat with what
+    would fit. Raises ConfigError if the settings are wrong, or no mesh divides the model and the
+    batch."""
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "
@@ -148,14 +227,11 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
         devices = devices_of(machine)
-        best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
-        plans[:_COMPILED] = best
+        plans[:_COMPILED] = [
+            planning.with_compiled(plan, devices, program.say) for plan in plans[:_COMPILED]
+        ]
         plans.sort(key=lambda plan: plan.rank)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
@@ -165,11 +241,10 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         return plans
 
     def compile_again(changed: Plan) -> Plan:
-        if settings.analytic:
-            return changed
-        return planning.with_compiled(changed, devices_of(changed.machine), _say)
+        return planning.with_compiled(changed, devices_of(changed.machine), program.say)
 
-    overrides, found = advice(plans.plans[0], compile_again)
+    again = [] if settings.analytic else [compile_again]
+    overrides, found = advice(plans.plans[0], *again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"
@@ -194,60 +269,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan with a forecast, if it is compiled and may fit."""
-    if not plan.programs or plan.fits is False:
+    """The plan with a forecast, if it is compiled, may fit, and its devices are in the table."""
+    hardware = plan.machine.hardware
+    if not plan.programs or plan.fits is False or hardware is None:
         return plan
-    hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
-    return replace(plan, forecast=found)
-
-
-def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
-    """Predicted against measured, of a run with these settings on the attached devices. Raises
-    ConfigError if the run was started with others, or does not fit."""
-    took = forecast.measured(settings.verify)
-    check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = recorded_lengths(settings.verify, "verify")
-    best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
-    found = _with_forecast(best, lengths).forecast
-    if found is None:
-        raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
-    return [
-        *report.compared_lines(forecast.predicted_against(found, took)),
-        f"predicted: {found.source}; lengths {found.lengths}",
-        f"measured: medians of {settings.verify}/metrics.jsonl after the first "
-        f"{forecast.FIRST} steps",
-    ]
-
-
-# Settings that change no time of a step.
-_NO_MATTER = (
-    "project_name",
-    "hydra.",
-    "seed",
-    "resume",
-    "evaluation.",
-    "tracking.",
-    "runtime.",
-)
-_NO_MATTER += tuple(
-    f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_")
-)
-
-
-def check_same_overrides(folder: str, words: list[str]) -> None:
-    """Raises ConfigError, with the command to paste, if these words lack settings that the run was
-    started with, or have others."""
-    started = read_overrides(Path(folder).expanduser(), [])
-    if started is None:
-        return
-    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
-    missing = [one for one in started if one not in words and not one.startswith(_NO_MATTER)]
-    added = [one for one in asked if one not in started and not one.startswith(_NO_MATTER)]
-    if missing or added:
-        kept = [one for one in words if one not in added]
-        command = shlex.join(["tunix-lite", "plan", *kept, *missing])
-        raise ConfigError(
-            f"verify={folder}: the run was started with other settings: {command}"
-        )
+    made = forecast(plan.resolved, plan.programs, lengths, hardware)
+    return replace(plan, forecast=made)

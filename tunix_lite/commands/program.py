@@ -1,8 +1,5 @@
-"""The command line: programs get a built `RunConfig` of it.
-
-Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that they
-are composed here first, and once more by `hydra.main`, which takes no composed ones.
-"""
+"""The command line: programs get a built `RunConfig` of it. Settings are composed here before
+`hydra.main` does, and checked before it makes a folder, so a mistake leaves nothing behind."""
 
 import argparse
 import contextlib
@@ -57,16 +54,17 @@ _EXIT_WRONG_SETTINGS = 2
 EXIT_INTERRUPTED = 130
 
 
+def say(text: str) -> None:
+    """Prints a line on standard error: standard output is for results."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
 def main(
     task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]
 ) -> None:
-    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)`.
-
-    The folder that `check` gets is the one that Hydra will make, as far as it is known. `task` gets
-    the same `run` object as `check`. Hydra's own flags work as in every Hydra program. All runs of
-    a sweep are checked before the first one starts. Errors end the process with a message and an
-    exit code.
-    """
+    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)` of
+    the same run, or of all runs of a sweep. Errors end the process with a message and an exit code.
+    The folder that `check` gets is the one that Hydra will make, as far as it is known."""
     keep_freed_memory()
     open_closed_streams()
     if SHOWS_ONLY & set(sys.argv[1:]):
@@ -148,16 +146,12 @@ def run_command(
     takes_run: bool = True,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with the settings of its command
-    line.
+    line. Errors end the process with a message and an exit code.
 
-    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
-    settings. A command has all settings of a run, too, but makes no folder as a run does. With
-    checkpoint=FOLDER the settings of `model` are those of the run in that folder.
-
-    positional: the setting that a first word is short for: one without `=`, or the name of a folder
-    that is there; is_list: all such words are, as a list. takes_run: False for `action(settings)`.
-    Errors end the process with a message and an exit code.
-    """
+    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its settings.
+    With checkpoint=FOLDER the settings of `model` are those of that run. positional: the setting
+    that a first word is short for: one without `=`, or a folder that is there; is_list: all such
+    words. takes_run: False for `action(settings)`."""
     keep_freed_memory()
     foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.
@@ -252,10 +246,8 @@ def _or_exit(
     interrupted: str = _RESUME_HINT,
 ) -> object:
     """Returns action(); errors that a user can cause become one line of text and an exit code.
-
-    made_by_hydra: the folder that Hydra made for this run, which is removed if wrong settings are
-    found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C.
-    """
+    made_by_hydra: the folder of this run, removed where settings are wrong and it holds nothing
+    else. interrupted: what follows "interrupted" after Ctrl-C."""
     try:
         return action()
     except KeyboardInterrupt:
@@ -281,5 +273,5 @@ def _or_exit(
         is_ours = made_by_hydra is not None and is_wrong
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        say(f"error: {error}")
         sys.exit(_EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)

@@ -4,16 +4,14 @@ import asyncio
 import importlib.util
 import os
 import sqlite3
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import jax
 
 from tunix_lite.basics.errors import ConfigError, error_context
-from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.inference.live import live_engine
@@ -83,10 +81,8 @@ def main() -> None:
 
 
 def serve_model(run: RunConfig, settings: ServeConfig) -> None:
-    """Loads the model and answers requests until a signal ends it.
-
-    Raises ConfigError where the settings cannot be right, or the port is taken.
-    """
+    """Loads the model and answers requests until a signal ends it. Raises ConfigError where the
+    settings cannot be right, or the port is taken."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("serve needs aiohttp: pip install -e '.[serve]'")
     # The key is in the environment; on the command line everybody on the machine would see it.
@@ -96,15 +92,8 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
         raise ConfigError(f"api_key_variable={name}: this environment variable is not set")
     if jax.process_count() > 1:
         raise ConfigError("serve runs in one process; start one server on each machine")
-    how = ServerSettings(
-        host=settings.host,
-        port=settings.port,
-        api_key=key,
-        max_body=settings.max_body,
-        request_seconds=settings.request_seconds,
-        stop_seconds=settings.stop_seconds,
-        log_requests=settings.log_requests,
-    )
+    shared = {field.name for field in fields(ServerSettings)} - {"api_key"}
+    how = ServerSettings(api_key=key, **{name: getattr(settings, name) for name in shared})
     try:
         asyncio.run(check_port(settings.host, settings.port))
         if settings.api == "tinker":
@@ -137,19 +126,15 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     ]
     try:
         # What most requests need is compiled before the server listens.
-        _tell(
+        program.say(
             "compiling, before it listens: seconds for a tiny model, minutes for a large one"
         )
         began = time.monotonic()
         engine.warm_up()
-        _tell(f"compiled in {time.monotonic() - began:.0f} s")
+        program.say(f"compiled in {time.monotonic() - began:.0f} s")
         asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()
-
-
-def _tell(line: str) -> None:
-    print(visible(line), file=sys.stderr, flush=True)
 
 
 def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
@@ -189,4 +174,4 @@ def _say(name: str, how: ServerSettings, lines: list[str], path: str, address: s
     if how.api_key is None and how.host not in ("127.0.0.1", "localhost", "::1"):
         shown.append("no API key: everybody who reaches this address can use it")
     for line in shown:
-        _tell(line)
+        program.say(line)

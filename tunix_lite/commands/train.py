@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
@@ -37,10 +38,12 @@ from tunix_lite.planning.report import short_form
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import (
     Parts,
+    check_resumed,
     find_parts,
     prepare,
     resume_from_folder,
     startup_summary,
+    with_packing_as_before,
 )
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.config import RunConfig, plain
@@ -96,14 +99,16 @@ def check(run: RunConfig, folder: Path) -> None:
 
 def _look_at(run: RunConfig, folder: Path) -> Parts:
     """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
-
-    Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run.
-    """
+    Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run."""
     run_dir = RunDir(folder)
     parts = find_parts(run)
     with error_context("hydra.run.dir"):
         run_dir.check()
     resume_from = resume_from_folder(run, run_dir)
+    parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
+    if resume_from is not None:
+        earlier = RunDir(resume_from.parent)
+        parts = replace(parts, differs=check_resumed(parts, earlier, is_downloaded=False))
 
     # The plan by formulas: compiling would take as long as a start.
     model = parts.model
@@ -115,7 +120,8 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     title, rows = startup_summary(parts, run_dir)
     shown = [(name, text) for name, text in rows if name != "outputs"]
     if resume_from is not None:
-        shown.append(("resume", f"from the checkpoint in {resume_from}"))
+        differs = parts.differs and f"; what differs from its run: {parts.differs}"
+        shown.append(("resume", f"from the checkpoint in {resume_from}{differs}"))
     if is_first():
         lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
         lines += [*short_form(plan)[-2:], *messages, "nothing was run, nothing was written"]

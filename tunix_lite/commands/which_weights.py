@@ -15,9 +15,7 @@ from tunix_lite.settings.config import RunConfig
 @dataclass(frozen=True)
 class WhichWeights:
     """The settings that generate, chat and export share.
-
-    Example: `checkpoint=outputs/latest step=40`.
-    """
+    Example: `checkpoint=outputs/latest step=40`."""
 
     # Run folder whose newest checkpoint is used. null uses model.weights.
     checkpoint: str | None = None
@@ -32,11 +30,8 @@ class WhichWeights:
 def open_chosen_model(
     run: RunConfig, which: WhichWeights, dtype: str | None = None
 ) -> LanguageModel:
-    """Loads the model that `run.model` and `which` name, onto the mesh of `run.model.mesh_shape`.
-
-    dtype: bf16 or fp32; None: as training.mixed_precision says. Raises ConfigError if there is no
-    such run, checkpoint or model. Prints the devices if the mesh leaves some of them out.
-    """
+    """Loads the model that `run.model` and `which` name, onto `run.model.mesh_shape`. dtype: bf16
+    or fp32; None: as training.mixed_precision says. Raises ConfigError."""
     keep_programs(run.runtime.program_cache)
     # Weights that the run drew at random come back only from the run's own seed.
     folder = None

@@ -1,4 +1,1 @@
-"""The processes of a run: they start, meet, compare themselves, are watched, and end.
-
-Nothing here knows of a model.
-"""
+"""The processes of a run: they start, meet, compare themselves, are watched, and end."""

@@ -1,8 +1,5 @@
-"""What each process of a run reports about itself, and which processes differ.
-
-Processes of one run must have the same packages, code, kind of devices, compiler variables and
-settings. If they have not, they compile different programs, and their collectives hang.
-"""
+"""What each process of a run reports about itself, and which processes differ: other packages,
+code, devices or compiler variables make other programs, whose collectives hang."""
 
 import contextlib
 import dataclasses
@@ -54,8 +51,7 @@ class ProcessInfo:
     values: dict[str, str]
     # the folder of the run, as this process would choose it; that of process 0 counts
     folder: str | None = None
-    # the name of the machine
-    host: str = ""
+    host: str = ""  # the name of the machine
 
 
 @dataclass(frozen=True)
@@ -65,17 +61,13 @@ class Agreement:
     Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines.
     """
 
-    # the name of each process's machine, in the order of process ids
-    hosts: list[str]
-    # the folder of the run, as process 0 chose it
-    folder: str | None
+    hosts: list[str]  # the name of each process's machine, in the order of process ids
+    folder: str | None  # the folder of the run, as process 0 chose it
 
 
 def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
-    """Describes this process: packages, code, kind of devices, compiler variables and settings.
-
-    settings: those of the run, as nested plain values. folder: the folder of the run.
-    """
+    """This process: packages, code, kind of devices, compiler variables and `settings`. folder: of
+    the run."""
     # Plugins are compared only between the machines that have them.
     versions = {name: installed_version(name) for name in (*PACKAGES, *PLUGINS)}
     values = {f"package {name}": version for name, version in versions.items() if version}
@@ -93,8 +85,8 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
 
 
 def flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Nested settings as one dict of texts, keyed by dotted names. An absolute path keeps only its
-    last part: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`."""
+    """Nested settings as texts by dotted names; of an absolute path the last part: `/data/gemma` is
+    `gemma`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
@@ -108,8 +100,8 @@ def flatten_settings(value: object, name: str = "") -> dict[str, str]:
 
 
 def user_code_digests(settings: object) -> dict[str, str]:
-    """Digests of the files that define the user's own functions and classes in built settings, by
-    `code of SETTING`. Those of this package are left out: `process_info` has a digest of it."""
+    """Digests of the files of the user's own functions and classes in settings, by `code of
+    SETTING`."""
     own_package = __name__.partition(".")[0]
     digests = {}
     for where, named in _named(settings, ""):
@@ -148,8 +140,8 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of jax and XLA that may change compiled programs, without those
-    that may differ between processes. Each flag of XLA_FLAGS is a value of its own."""
+    """The environment variables of jax and XLA that may change compiled programs, each flag by
+    itself."""
     variables = {}
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
@@ -163,10 +155,8 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def accelerator() -> str:
-    """The devices that jax would use on this machine: "CPU", "NVIDIA GPU" or "TPU".
-
-    Read from /dev, because asking jax would start its backend.
-    """
+    """The devices that jax would use here: "CPU", "NVIDIA GPU" or "TPU"."""
+    # Read from /dev, because asking jax would start its backend.
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
     names = {p.name for p in Path("/dev").glob("*")} if Path("/dev").is_dir() else set()
@@ -195,7 +185,7 @@ def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str 
     """Says which processes differ from the majority, and in what. None if all agree.
 
     reports: process id -> (name of the process, its values); who lacks a value is not compared in
-    it. Where two values are equally common, that of the lowest process is right.
+    it.
     """
     differences = []
     keys = dict.fromkeys(key for _, values in reports.values() for key in values)
@@ -223,10 +213,8 @@ def enumerate_names(names: list[str]) -> str:
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
-    """The error message for processes that differ, with the remedy; None if they agree.
-
-    everyone: by process id. A variable that only some processes have counts as a difference.
-    """
+    """The error message for processes that differ, with the remedy; None if they agree. everyone:
+    by id."""
     unset = {}
     for info in everyone.values():
         unset |= {name: "not set" for name in info.values if name.startswith(_VARIABLE)}
@@ -242,11 +230,9 @@ def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
 
 
 def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
-    """Lets all processes agree, as `meeting.meet` does, but through collectives of jax.
-
-    error: what this process has found wrong. Every process must call this. Raises ValueError on all
-    of them if they differ or if one has an error; one with an error of its own raises that.
-    """
+    """Lets all processes agree, as `meeting.meet` does, but through collectives of jax. error: what
+    this process has found wrong. Raises ValueError on all of them if they differ, or one has an
+    error."""
     reports = allgather_values([dataclasses.asdict(own), error])
     if error is not None:
         raise ValueError(error)

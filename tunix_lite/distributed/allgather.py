@@ -4,14 +4,9 @@ import json
 
 
 def allgather_values(value: object) -> list:
-    """The values of all processes, in the order of their ids.
-
-    A value is anything that JSON can hold: numbers, texts, lists, dicts with text keys, None. This
-    is a collective: every process must call it, and jax must have started. One process gets
-    `[value]` back as it is.
-
-    Example: `allgather_values(jax.process_index())` is `[0, 1]` on both of two processes.
-    """
+    """The values of all processes, in the order of their ids; a value is anything that JSON can
+    hold. Every process must call it, after jax has started: `allgather_values(jax.process_index())`
+    is `[0, 1]` on two."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

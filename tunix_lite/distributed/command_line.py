@@ -22,11 +22,8 @@ def conf_dir() -> Path:
 
 
 def _setting_given(key: str, words: list[str]) -> str | None:
-    """The value of a setting on a command line, without quotes; None if it is not given.
-
-    key: a regular expression for its name. Hydra's ways to write it are key=, +key= and ++key=. The
-    last one counts.
-    """
+    """The value of a setting on a command line, without quotes; None if it is not given. key: a
+    regular expression."""
     matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
     texts = [match[1].strip() for match in matches if match]
     if not texts:

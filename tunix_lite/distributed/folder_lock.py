@@ -24,12 +24,8 @@ POLL = 0.2
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
-    """A context in which no other process can lock the folder. Makes the folder if there is none.
-
-    The lock ends with the context, or with the process. If another process has the lock, as a run
-    that saves its last checkpoint after its launcher was killed, this waits up to `timeout`
-    seconds, then raises ValueError. Also raises ValueError if .lock is a folder.
-    """
+    """A context in which no other process can lock the folder, which is made if need be. Raises
+    ValueError if another process has the lock for `timeout` seconds, or .lock is a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LOCK).is_dir():
         raise ValueError(
@@ -72,10 +68,8 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
 @contextlib.contextmanager
 def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
     """A context in which the folder belongs to this run: process 0 has the lock, all see the file.
-
-    Every process of the run must enter it. Raises ValueError on all of them if another run has the
-    lock for `timeout` seconds, or if some process sees another folder under this path.
-    """
+    Raises ValueError on all processes if another run has it, or some process sees another
+    folder."""
     with contextlib.ExitStack() as until_done:
         error = None
         if join.is_first():
@@ -101,8 +95,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def lock_owner(folder: Path) -> str | None:
-    """The text in the lock file: process id, host and time of the last lock, in microseconds, so no
-    two locks have the same text. None if there is none."""
+    """The text in the lock file, which no two locks share; None if there is none."""
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None
@@ -110,7 +103,7 @@ def lock_owner(folder: Path) -> str | None:
 
 def is_held(folder: Path) -> bool | None:
     """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
-    seen from here."""
+    seen."""
     try:
         with (folder / LOCK).open() as file:
             # A shared lock is refused while a run has its own, and is gone with the file.

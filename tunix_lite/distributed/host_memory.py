@@ -1,5 +1,5 @@
-"""What is decided before jax starts: the memory that it takes of a GPU and of the host's allocator,
-and that a GPU gives the same bits every time."""
+"""What is decided before jax starts: the memory of a GPU and of the host's allocator, and that a
+GPU gives the same bits every time."""
 
 import ctypes
 import importlib.util
@@ -34,12 +34,8 @@ SAME_BITS = "--xla_gpu_exclude_nondeterministic_ops=true"
 
 
 def prepare_gpu() -> None:
-    """Lets jax take GPU_SHARE of each GPU's memory instead of its default, 75 %, and makes XLA use
-    kernels for NVIDIA GPUs that give the same bits every time.
-
-    A share or a flag that the user has set stays. Call it before the first device is used: jax
-    reads the variables then.
-    """
+    """Lets jax take GPU_SHARE of each GPU's memory instead of 75 %, and makes XLA use kernels for
+    NVIDIA GPUs that give the same bits every time. What the user has set stays."""
     if not any(name in os.environ for name in FRACTION):
         os.environ[FRACTION[1]] = str(GPU_SHARE)
     # Other compilers may not know the flag.
@@ -53,12 +49,9 @@ def prepare_gpu() -> None:
 
 def keep_freed_memory() -> bool:
     """Makes glibc keep and reuse large blocks that were freed, in huge pages where Linux has them.
-    Returns whether glibc took its settings.
-
-    Call it at the start of a program, before jax. XLA's CPU backend allocates its temporaries anew
-    in every call. By default glibc maps and unmaps them each time, and the page faults took a third
-    of an update (docs/log.md, 2026-11-21). The price: the process never gives memory back.
-    """
+    Returns whether glibc took its settings. The price: the process never gives memory back."""
+    # XLA's CPU backend allocates its temporaries anew in every call. By default glibc maps and
+    # unmaps them, and the page faults took a third of an update (docs/log.md, 2026-11-21).
     if not sys.platform.startswith("linux"):
         return False
     # musl, another C library, has no mallopt.
@@ -96,21 +89,15 @@ def keep_freed_memory() -> bool:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """glibc's report, mallinfo(3): ten numbers. The eighth is bytes in use of the heap, the fifth
-    bytes in mappings of their own."""
+    """glibc's report, mallinfo(3): the eighth is bytes in use of the heap, the fifth bytes in
+    mappings."""
 
     _fields_ = [(f"number_{i}", ctypes.c_size_t) for i in range(1, 11)]
 
 
 def give_back_freed_memory() -> bool:
     """Gives Linux the memory that was freed, if glibc keeps more than MOST_UNUSED of it. Returns
-    whether it did.
-
-    Call it between the phases of a step. The temporaries of a large program are one block. A small
-    array that stays behind in its place keeps the next call from taking the same place, so that a
-    large model would take them twice (docs/log.md, 27 November 2026). The price: pages that are
-    used again are filled with zeros first, half a second for 1 GiB.
-    """
+    whether it did. Call it between the phases of a step."""
     libc = ctypes.CDLL(None)
     mallinfo2 = getattr(libc, "mallinfo2", None)
     # Other C libraries, and glibc before 2.33, have no such report.
@@ -122,6 +109,7 @@ def give_back_freed_memory() -> bool:
     unused = pages * os.sysconf("SC_PAGE_SIZE") - report.number_8 - report.number_5
     if unused <= MOST_UNUSED:
         return False
+    # A small array in the place of a large block would keep the next call from taking it again.
     # This gives back the reserved addresses, too. Reserved again, they made the peak of the next
     # step 0.8 GB larger (docs/log.md, 27 November 2026).
     libc.malloc_trim(0)

@@ -1,9 +1,5 @@
-"""Joins the processes of a run: they meet, agree, and start jax.distributed.
-
-Each process runs the same program as a run of one process. After `initialise`, `jax.devices()` are
-the devices of all processes. Also here: the heartbeat for a launcher, and what a process does when
-it fails or loses another one.
-"""
+"""Joins the processes of a run: they meet, agree, and start jax.distributed. Also the heartbeat for
+a launcher, and what a process does when it fails or loses another one."""
 
 import contextlib
 import json
@@ -58,14 +54,12 @@ _joined: tuple[ProcessPlace, Agreement] | None = None
 def initialise(
     launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
 ) -> tuple[ProcessPlace, Agreement]:
-    """Joins the processes of this run: they meet, agree, and start jax.distributed.
+    """Joins the processes of this run: they meet, agree, and start jax.distributed; further calls
+    return the same.
 
-    environ: usually `os.environ`. about: this process, from `agreement.process_info`. Returns the
-    place of this process in the run, and what all have agreed on. Call it before a device is used.
-    Further calls return the same.
-
-    Raises NotMet if a process does not come in time, and ValueError if they cannot be one run: on
-    all of them, with the same message.
+    environ: usually `os.environ`. about: of `agreement.process_info`. Raises NotMet if a process
+    does not come in time, ValueError if they cannot be one run: on all of them, with the same
+    message.
     """
     global _joined
     if _joined is not None:
@@ -98,8 +92,8 @@ def initialise(
 
 
 def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Tells our launcher, if one has started this process, when to give up and restart, for it does
-    not read files of settings. Raises ValueError if they say which process this is."""
+    """Tells our launcher when to give up and restart. Raises ValueError if settings say which
+    process this is."""
     if HEARTBEAT not in environ:
         return
     is_only = environ.get("WORLD_SIZE", "1") == "1"
@@ -124,10 +118,7 @@ def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
 
 def agree(values: dict[str, str], error: str | None = None) -> None:
     """Raises ValueError on all processes if their values differ, or if one of them has an error.
-
-    values: what must be the same on all processes. error: what this process has found wrong. Every
-    process must call this, after `initialise`. A single process raises its own error, if any.
-    """
+    Every process must call this, after `initialise`."""
     if len(hosts()) > 1:
         agree_through_jax(ProcessInfo(values, host=socket.gethostname()), error)
     elif error is not None:
@@ -172,14 +163,12 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
 
 
 def disable_compilation_cache() -> None:
-    """Turns off jax's compilation cache on disk if there are several CPU devices.
-
-    With jaxlib 0.10.2 programs of several CPU devices that are read from there mix up their
-    collectives: they hang, crash (docs/log.md), or exchange wrong arrays without an error.
-    """
+    """Turns off jax's compilation cache on disk if there are several CPU devices."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
+    # With jaxlib 0.10.2 such programs that are read from there mix up their collectives: they hang,
+    # crash (docs/log.md), or exchange wrong arrays without an error.
     used = jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache
     if used and jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -188,18 +177,15 @@ def disable_compilation_cache() -> None:
 
 
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
-    """The indices of the GPUs that this process uses; None: all that it sees.
-
-    Of several on a machine each uses one, unless CUDA_VISIBLE_DEVICES shows it a single one.
-    """
+    """The indices of the GPUs that this process uses; None: all that it sees."""
+    # Of several on a machine each uses one, unless this shows it a single one.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     is_chosen = visible != "" and "," not in visible
     return [place.local_id] if place.num_local > 1 and not is_chosen else None
 
 
 def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
-    """Raises ValueError if jax has other devices than it should: on all processes, since all of
-    them see all devices."""
+    """Raises ValueError, on all processes, if jax has other devices than it should."""
     import jax
 
     # On TPU VMs no variable names the other hosts, but libtpu shows the devices of the whole slice.
@@ -264,8 +250,8 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
 
 
 def heartbeat(doing: str = "") -> None:
-    """Tells the launcher, if there is one, that this process is alive, and what it does, such as
-    "step 3"."""
+    """Tells the launcher, if there is one, that this process is alive, and what it does: "step
+    3"."""
     if file := os.environ.get(HEARTBEAT):
         # A full disk must not end a run here.
         with contextlib.suppress(OSError):
@@ -274,8 +260,8 @@ def heartbeat(doing: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_at_once_on_failure() -> Iterator[None]:
-    """A context in which a process of several exits at once when it fails: jax would wait at the
-    exit, for minutes, until the others end too. One that succeeds waits for its devices."""
+    """A context in which a process of several exits at once when it fails: jax would wait for
+    minutes."""
     try:
         yield
         if _has_joined_jax():
@@ -310,16 +296,13 @@ def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _sum_over_all_devices() -> None:
-    """Waits until each CPU device of this process has taken part in a sum over all devices.
-
-    Whoever exits while gloo sets up the connections of its second device leaves a peer waiting for
-    100 seconds.
-    """
+    """Waits until each CPU device of this process has taken part in a sum over all devices."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    # Whoever exits while gloo sets up connections leaves a peer waiting for 100 seconds.
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     mesh = Mesh(np.array(jax.devices()), ("all",))

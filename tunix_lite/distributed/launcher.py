@@ -1,13 +1,6 @@
-"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts a run's processes.
-
-On one machine nothing else is needed. On several machines, start a launcher on each, with the same
-MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first process as RANK.
-
-If a process fails or stalls, the launcher ends the others and names the one that was first. The
-first process has the screen; the output of the others goes to files. The first signal is sent on to
-all processes, which then stop by themselves, with a checkpoint. A second one ends them. The
-launcher imports neither jax nor Hydra, so it starts at once; the processes report its settings.
-"""
+"""`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts and watches a
+run's processes. On several machines, one launcher each has MASTER_ADDR, MASTER_PORT, WORLD_SIZE and
+the RANK of its first process. It imports neither jax nor Hydra, so it starts at once."""
 
 import argparse
 import contextlib
@@ -62,11 +55,8 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`. arguments: of the command line; None: those of this process.
-
-    Ends the process: with 2 after a message if the arguments or settings are wrong, else with the
-    exit code of the run.
-    """
+    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
+    wrong."""
     # All that can be wrong is found before a process is started.
     try:
         nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
@@ -160,8 +150,7 @@ def process_command(program: list[str]) -> list[str]:
 class LocalProcesses:
     """The processes that this launcher starts, among all of the run.
 
-    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, the second of two machines with four
-    processes each.
+    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines.
     """
 
     # how many are started here, how many the whole run has, and the id of the first one here
@@ -193,9 +182,7 @@ class LocalProcesses:
 
 def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     """The processes to start here, by --nprocs and by the variables that name other machines.
-
-    Raises ValueError if they contradict each other.
-    """
+    Raises ValueError."""
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
     port = environ.get("MASTER_PORT")
@@ -233,11 +220,8 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 
 
 class _Failure(NamedTuple):
-    """The end of a run that failed. text: what to print; empty if a process has printed it already.
-    code: the exit code of the launcher.
-
-    Example: `Failure("process 1 ended with exit code 1\\n...", 1)`.
-    """
+    """The end of a run that failed: what to print, "" if a process has printed it, and the exit
+    code."""
 
     text: str
     code: int
@@ -251,9 +235,8 @@ def supervise(
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
 
-    environments: called for each attempt, so that each has a free port of its own. logs: the folder
-    for the output. no_restart: why the run cannot be started again; "": it can. Raises OSError if a
-    process cannot be started; then all others have been ended.
+    environments: called for each attempt. logs: the folder for the output. no_restart: why the run
+    cannot be started again; "": it can. Raises OSError if a process cannot be started.
     """
     # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
@@ -323,10 +306,8 @@ class _Attempt:
         return settings
 
     def watch(self) -> _Failure | None:
-        """Waits until all processes have ended. None: all succeeded.
-
-        If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
-        """
+        """Waits until all processes have ended; None: all succeeded. If one fails or stalls, ends
+        the others."""
         while not self._signals:
             running = self._running()
             failed = self._failed()
@@ -349,8 +330,8 @@ class _Attempt:
         return self._stop()
 
     def end(self, grace: float) -> None:
-        """Ends all processes that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a
-        new signal to the launcher. grace=0: SIGKILL at once."""
+        """Ends all that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a new
+        signal."""
         deadline = time.monotonic() + grace
         signals_before = len(self._signals)
         if grace > 0:
@@ -383,11 +364,9 @@ class _Attempt:
         )
 
     def _stop(self) -> _Failure | None:
-        """After the first signal: sends it on, and waits while the processes stop by themselves.
-
-        If one fails, the others have GRACE seconds more. A second signal ends all at once. The
-        first one is not sent twice: that would stop the processes in the middle of saving.
-        """
+        """After the first signal: sends it on, and waits while the processes stop by themselves."""
+        # If one fails, the others have GRACE seconds more. A second signal ends all at once. The
+        # first is not sent twice, as that would stop the processes in the middle of saving.
         deadline = math.inf
         for process in self.processes:
             process.send_signal(self._signals[-1])
@@ -417,11 +396,8 @@ class _Attempt:
         return _Failure(f"stopped by {signal.Signals(number).name}{too_late}", 128 + number)
 
     def _stalled(self) -> _Failure | None:
-        """The failure of a run whose processes have all been silent too long; None: not so.
-
-        All wait for one: for one that has not made its first step, else for the one that has been
-        silent the longest. Before the first step of all there is no limit.
-        """
+        """The failure of a run whose processes have all been silent too long; None: not so."""
+        # All wait for one: that has not made its first step, or has been silent the longest.
         limit = self.settings()["stall_timeout"]
         running = [process for process in self.processes if process.returncode is None]
         # Seconds since the last heartbeat of each; None: before the first.
@@ -441,12 +417,10 @@ class _Attempt:
 
 
 def _blamed(failed: list["Process"]) -> _Failure | None:
-    """The failure of the process that probably failed first; None if none has failed.
-
-    A process that reports a lost peer, or that jax aborted, comes after all others.
-    """
+    """The failure of the process that probably failed first; None if none has failed."""
     if not failed:
         return None
+    # A process that reports a lost peer, or that jax aborted, comes after all others.
     culprit = min(
         failed,
         key=lambda p: (p.lost_a_peer(), p.returncode == -signal.SIGABRT, p.ended, p.index),
@@ -481,11 +455,8 @@ class Process(subprocess.Popen):
         logs: Path,
         beats: Path,
     ):
-        """Starts it. index: among the processes of this machine; 0 has the screen.
-
-        environment: variables beside our own. logs: the folder of its log. beats: the folder of the
-        heartbeat files. Raises OSError.
-        """
+        """Starts it. index: among the processes of this machine; 0 has the screen. logs, beats:
+        folders of logs and heartbeats. Raises OSError."""
         self.index = index
         self.rank = int(environment["RANK"])
         # when we saw that it had ended

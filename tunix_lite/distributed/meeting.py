@@ -1,9 +1,6 @@
-"""The roll-call of a run: its processes meet, and compare what they are, before jax starts.
-
-Process 0 listens; each other process sends a line of JSON that describes it, and gets one back.
-These are plain sockets, on the port that jax's coordinator takes over afterwards. jax itself would
-wait without a message, and then end with a C++ stack trace.
-"""
+"""The roll-call of a run: its processes compare what they are by plain sockets, on the port that
+jax's coordinator takes over. jax itself would wait without a message, and then end with a C++ stack
+trace."""
 
 import contextlib
 import dataclasses
@@ -46,7 +43,7 @@ class NotMet(ValueError):
     """A process did not come, or the port is taken. Settings are not at fault; try again."""
 
 
-class Waiting:
+class _Waiting:
     """A time limit, and a line now and then that says what we wait for and how long."""
 
     def __init__(self, seconds: float, say: Callable[[str], None]):
@@ -76,14 +73,11 @@ def meet(
 ) -> Agreement:
     """Lets all processes of a run meet: each reports to process 0, which compares them and answers.
 
-    place: of this process; its coordinator is the address at which process 0 listens. own: what
-    this process reports. timeout: seconds to wait for all. say: prints a line; None: standard
-    error. Returns what all have agreed on.
-
-    Raises, on all processes, NotMet if one is missing after `timeout` seconds or another program
-    has the port, and ValueError if their reports differ.
+    place: of this process. own: what it reports. timeout: seconds. say: prints a line; None:
+    standard error. Raises, on all processes, NotMet if one is missing or the port is taken, and
+    ValueError if their reports differ.
     """
-    waiting = Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
+    waiting = _Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
     host, _, port = place.coordinator.rpartition(":")
     host = host.strip("[]")
     if place.process_id > 0:
@@ -116,7 +110,7 @@ def meet(
 
 
 def _call_roll(
-    server: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: Waiting
+    server: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: _Waiting
 ) -> Agreement:
     """Waits until all are there, one of them is wrong, or the time is up; then answers all."""
     server.settimeout(_ACCEPT_SECONDS)
@@ -196,10 +190,8 @@ def _call_roll(
 def _hear(
     connection: socket.socket, heard: "queue.SimpleQueue[tuple[socket.socket, Report | None]]"
 ) -> None:
-    """Reads the report of a connection; None: of a stranger, who is hung up on.
-
-    Only types are checked: process 0 compares the values when all reports are there.
-    """
+    """Reads the report of a connection, of which only types are checked; None: of a stranger, who
+    is hung up on."""
     report = None
     with contextlib.suppress(*UNREADABLE):
         connection.settimeout(_MESSAGE_SECONDS)
@@ -240,16 +232,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _report(
-    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: Waiting
+    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: _Waiting
 ) -> Agreement:
-    """Reports to process 0, as all others do, and takes its answer.
-
-    Tries again until the time is up, because an earlier run may still have the port.
-    """
+    """Reports to process 0, as all others do, and takes its answer."""
     me = place.process_id
     count = place.num_processes
     hello = {_HELLO: me, "num_processes": count, "about": dataclasses.asdict(own)}
     answer = None
+    # Again until the time is up, because an earlier run may still have the port.
     while answer is None:
         waiting.show(f"process {me} looks for process 0 at {host}:{port}")
         reached = False

@@ -11,10 +11,7 @@ ASK_JAX = "auto"
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the processes of a run find each other, and what their launcher watches.
-
-    A run of one process needs none of it.
-    """
+    """How the processes of a run find each other, and what their launcher watches."""
 
     # host:port of process 0. null reads the variables of torchrun or Slurm. auto asks jax.
     coordinator: str | None = None
@@ -47,8 +44,7 @@ class LaunchConfig:
 class ProcessPlace:
     """The place of a process among those of its run.
 
-    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4, "MASTER_ADDR and MASTER_PORT")`, the second
-    process on the second of two machines with four processes each.
+    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4)`, on the second of two machines.
     """
 
     # the id of this process, from 0, and how many the run has
@@ -59,10 +55,8 @@ class ProcessPlace:
     # the number of this process among those of its machine, from 0, and how many these are
     local_id: int = 0
     num_local: int = 1
-    # the settings or variables that this comes from, for messages
-    source: str = "nothing"
-    # whether jax's own detection must find the rest
-    asks_jax: bool = False
+    source: str = "nothing"  # the settings or variables that this comes from, for messages
+    asks_jax: bool = False  # whether jax's own detection must find the rest
 
 
 # The settings, and the variables of torchrun, that say which process this is.
@@ -80,12 +74,8 @@ _SLURM = (
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
-    """The place of this process in its run.
-
-    From the settings, or else the variables of torchrun, of Slurm, or those that jax detects, in
-    this order; without any of them the process is alone. Raises ValueError that names the setting
-    or variable that is wrong, and what would be right.
-    """
+    """The place of this process: from the settings, the variables of torchrun, of Slurm, or those
+    that jax detects. Raises ValueError that names what is wrong, and what would be right."""
     place = (
         _of_settings(launch)
         or _of_torchrun(environ)
@@ -155,8 +145,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """By the variables of srun. Without MASTER_ADDR jax finds the first node, and the processes
-    meet through jax."""
+    """By the variables of srun. Without MASTER_ADDR the processes meet through jax."""
     if any(name not in environ for name in _SLURM):
         return None
     of_step = "SLURM_STEP_NUM_TASKS"

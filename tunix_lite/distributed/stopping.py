@@ -1,9 +1,6 @@
-"""Ends a run before its last step, on all processes at once: after a signal, or when time is up.
-
-A run stops between two rollouts, where its state is that of a whole step. The state does not change
-while a rollout is sampled and graded, so a run can stop there too, and loses only that rollout. An
-update must be waited for.
-"""
+"""Ends a run before its last step, on all processes at once, after a signal or when time is up:
+between two rollouts or during one, whose state is that of a whole step. An update must be waited
+for."""
 
 import contextlib
 import math
@@ -36,9 +33,7 @@ _PROCESS_START = time.time()
 
 def job_start_time(environ: Mapping[str, str]) -> float:
     """When the job started, in seconds since 1970: TUNIX_LITE_STARTED, or this process's start.
-
-    training.max_minutes counts from here. Raises ValueError if the variable is no number.
-    """
+    Raises ValueError."""
     text = environ.get(STARTED) or _PROCESS_START
     try:
         return float(text)
@@ -49,19 +44,14 @@ def job_start_time(environ: Mapping[str, str]) -> float:
 
 
 class StopRun(BaseException):
-    """Ends the run on all of its processes, while the state is still that of the last whole step.
-
-    A BaseException, so that no `except Exception` of an algorithm or a reward catches it.
-    """
+    """Ends the run on all of its processes. A BaseException, so that no `except Exception` catches
+    it."""
 
 
 class Stopping:
-    """Handles signals and the time limit of a run, inside `with`.
-
-    The first signal is remembered, until `reason`, `check_between_chunks` or `check_before_update`
-    acts on it. A second one raises KeyboardInterrupt at once. A signal that is ignored before, as
-    nohup does with SIGHUP, stays ignored. Outside of the main thread only the time limit counts.
-    """
+    """Handles signals and the time limit of a run, inside `with`. The first signal waits for
+    `reason` and the checks below; a second one raises KeyboardInterrupt. Outside of the main thread
+    only the time limit counts."""
 
     def __init__(
         self,
@@ -70,9 +60,8 @@ class Stopping:
         passed: float = 0.0,
         grace: float = 30.0,
     ):
-        """max_minutes: the time limit; None: there is none. say: prints a line about a signal.
-        passed: seconds of max_minutes that are over already. grace: training.grace_seconds.
-        """
+        """max_minutes: None: no limit; `passed` seconds of it are over. say: prints a line about a
+        signal."""
         # Set by the loop: whether the state is that of a whole step, so that the run may stop now.
         self.may_stop = False
         # Set by the loop: whether there is a step to save that this run has made.
@@ -186,10 +175,8 @@ class Stopping:
 
     @contextlib.contextmanager
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
-        """A context around what a signal cannot interrupt: an UPDATE or a COMPILATION.
-
-        times: updates or compilations left, this one included, before the run may stop.
-        """
+        """A context around an UPDATE or a COMPILATION. times: of them left before the run may
+        stop."""
         began = time.monotonic()
         self._under_way = what
         self._likely_end = began + times * self._update_seconds
@@ -208,16 +195,13 @@ class Stopping:
 
     def check_between_chunks(self) -> None:
         """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
-
-        Call it equally often on all processes, which ask each other about `PERIOD` seconds apart.
-        All agree on the number of chunks, because it follows from the time of the slowest process.
-        """
+        Call it equally often on all processes."""
         if not self.may_stop:
             return
         if jax.process_count() == 1:
             return self.stop_if(self.is_requested() or self._is_too_late())
 
-        # Is it time to ask?
+        # Is it time to ask? All agree on the number of chunks, as it follows from the slowest.
         now = time.monotonic()
         self._asked = now if self._asked is None else self._asked
         self._chunks += 1
@@ -235,11 +219,8 @@ class Stopping:
         self.stop_if(bool(is_signalled))
 
     def check_before_update(self) -> None:
-        """Raises StopRun on all processes if one of them was asked to stop.
-
-        Call it before an update changes the state, and before the first evaluation. Time is up,
-        too, where an update as long as the longest so far would end too late.
-        """
+        """Raises StopRun on all processes if one was asked to stop, or an update would end too
+        late."""
         if self.may_stop:
             asked = self._signal_name is not None or self._is_too_late(self._update_seconds)
             if jax.process_count() > 1:
@@ -257,10 +238,8 @@ class Stopping:
 
     def reason(self) -> str | None:
         """Why the run must end after this step: "SIGTERM", "training.max_minutes" ...; None: go on.
-
-        Call it once a step; all processes get the same answer. Time is up if another step, as long
-        as the longest so far, would end too late. The first step, which compiles, does not count.
-        """
+        Call it once a step."""
+        # The first step, which compiles, does not count.
         now = time.monotonic()
         if self._last_reason is not None:
             self._longest = max(self._longest, now - self._last_reason)

@@ -1,6 +1,7 @@
 """Tools that come with the package: a calculator, and Python with limits."""
 
 import ast
+import dataclasses
 import math
 import operator
 import sys
@@ -68,12 +69,9 @@ def _checked(value: int | float | complex) -> int | float:
 
 @dataclass(frozen=True)
 class Python:
-    """A tool that runs code in a process of its own, with limits. It needs Linux.
-
-    It keeps honest mistakes from harming a run, and is no security boundary (workers/sandbox.py).
-
-    Example: Python()("print(2 + 2)") == "4".
-    """
+    """A tool that runs code in a process of its own, with limits. It needs Linux, and is no
+    security boundary (workers/sandbox.py).
+    Example: Python()("print(2 + 2)") == "4"."""
 
     # Seconds that the code may take.
     seconds: float = 5.0
@@ -96,25 +94,13 @@ class Python:
         Args:
             code: The program. Only what it prints is returned.
         """
-        job = {
-            "kind": "stdin",
-            "code": code,
-            "test": "",
-            "input": "",
-            "seconds": self.seconds,
-            "memory_mib": self.memory_mib,
-            "output_bytes": self.output_bytes,
-            "disk_mib": 16,
-            "processes": 8,
-        }
-        verdict = run_job(job)
+        limits = dataclasses.asdict(self)
+        verdict = run_job(code, None, **limits)
         printed = verdict["printed"].rstrip("\n")
         if verdict["status"] != "ended":
             why = STOPPED.get(verdict["status"], verdict["status"])
             raise RuntimeError(f"the code {why}")
         if not verdict["is_done"]:
-            why = verdict["why"].strip().splitlines()[-1:] or [
-                "the code did not end by itself"
-            ]
-            raise RuntimeError("\n".join([*filter(None, [printed]), why[0]]))
+            why = [*verdict["why"].strip().splitlines()[-1:], "the code did not end by itself"]
+            raise RuntimeError(f"{printed}\n{why[0]}".strip())
         return printed or "(the code printed nothing)"

@@ -1,9 +1,7 @@
-"""An environment: an object that answers the completions of the model in a conversation.
+"""An environment: an object with `reset` and `step` that answers the completions of the model in a
+conversation. `step` may return a `Turn`, a plain tuple, or gymnasium's tuple of five."""
 
-Anything with `reset` and `step` is one. `step` may return a `Turn`, a
-plain tuple, or gymnasium's tuple of five.
-"""
-
+import contextlib
 import copy
 import inspect
 import json
@@ -29,14 +27,10 @@ MOST_NAME = 100
 
 @dataclass(frozen=True)
 class Turn:
-    """Answer of an environment to a completion.
-
-    observation: the text that the model reads next, or messages ({role, content} each). reward: for
-    this completion. done: whether the conversation is over; then nobody reads the observation.
-    info: flags and numbers by name, for metrics.
-
-    Example: Turn("Higher.", reward=0.1) lets the conversation go on.
-    """
+    """Answer of an environment to a completion: what the model reads next, a text or messages
+    ({role, content} each), the reward of the completion, whether the conversation is over, and
+    flags and numbers for metrics.
+    Example: Turn("Higher.", reward=0.1) lets the conversation go on."""
 
     observation: str | list[dict]
     reward: float = 0.0
@@ -46,9 +40,7 @@ class Turn:
 
 class Environment(Protocol):
     """One conversation. A run makes a fresh object for each.
-
-    Example: class Echo with reset(example) -> None and step(completion) -> Turn(completion).
-    """
+    Example: class Echo with reset(example) -> None and step(completion) -> Turn(completion)."""
 
     def reset(self, example: dict) -> str | list[dict] | None:
         """Begins the conversation about an example. Returns the prompt: a user's message, or
@@ -73,21 +65,23 @@ def fresh(make: EnvironmentSource) -> Environment:
     is a copy. Raises NotATurn if a method is missing."""
     is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
     environment = copy.deepcopy(make) if is_one else make()
-    for name in ("reset", "step"):
-        if not callable(getattr(environment, name, None)):
-            raise NotATurn(
-                f"is {short_repr(environment)}, which has no method `{name}`; an environment has "
-                "reset(example) and step(completion)"
-            )
+    if name := missing_method(environment):
+        raise NotATurn(f"is {short_repr(environment)}, which has no {name}")
     return environment
 
 
-def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
-    """The prompt with which the environment begins; None: that of the task.
+def missing_method(environment: object) -> str:
+    """The method that an object lacks to be an environment, for a message; "" for none."""
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            return f"method `{name}`; an environment has reset(example) and step(completion)"
+    return ""
 
-    A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
-    example, and the example as its options, as far as it takes them.
-    """
+
+def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
+    """The prompt with which the environment begins; None: that of the task. A `reset` that takes no
+    example, as gymnasium's, gets a seed that depends on the example alone, and it as its
+    options."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
     known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}
@@ -128,11 +122,8 @@ def read_turn(value: object) -> Turn:
         observation = ""
     observation = _read_observation(observation, "step")
     number = 0.0 if reward is None else math.nan
-    if hasattr(reward, "__float__"):
-        try:
-            number = float(reward)
-        except (OverflowError, TypeError, ValueError):
-            number = math.nan
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
+        number = float(reward) if hasattr(reward, "__float__") else number
     if not abs(number) <= MOST_REWARD:
         raise NotATurn(
             f"returned the reward {short_repr(reward)} from step; it is a finite number, "

@@ -9,10 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class _Split(Sequence):
-    """The training stream or the held-out set of a DrawnSource.
-
-    Example: Split(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
-    """
+    """The training stream or the held-out set of a DrawnSource: Split(Secrets(), True, 64)[0]."""
 
     source: Any  # a DrawnSource
     held_out: bool
@@ -30,13 +27,9 @@ class _Split(Sequence):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnSource:
-    """A source of examples that `make(rng) -> dict` draws: a frozen dataclass with its settings. An
-    example depends on nothing but the settings and what is drawn from rng.
-
-    A game has few different examples, so the held-out ones are other draws, not other games.
-
-    Example: Secrets(num_held_out=16).held_out[0]["question"].
-    """
+    """A source of examples that `make(rng) -> dict` draws: a frozen dataclass with its settings, on
+    which, and on rng, alone an example depends. Held-out examples are other draws, not other games.
+    Example: Secrets(num_held_out=16).held_out[0]["question"]."""
 
     # Examples in one pass of the training data.
     num_train: int = 1_000_000
@@ -75,8 +68,3 @@ def last_integer(text: str) -> int | None:
         if digits[sign:].isdecimal() and digits.isascii() and len(digits) <= 10:
             number = int(digits)
     return number
-
-
-def left_to_environment(completion: str, example: dict) -> float:
-    """Gives 0 to every completion: only the environment can say what is right."""
-    return 0.0

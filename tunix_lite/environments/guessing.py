@@ -10,10 +10,8 @@ from tunix_lite.environments.examples import DrawnSource, last_integer
 
 @dataclass(frozen=True)
 class Secrets(DrawnSource):
-    """Numbers to guess. A task's source.
-
-    Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}.
-    """
+    """Numbers to guess.
+    Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}."""
 
     # Smallest number that may be the secret.
     low: int = 1
@@ -34,13 +32,9 @@ class Secrets(DrawnSource):
 
 @dataclass
 class GuessingGame:
-    """The last whole number of a completion is the guess. A right one gets 1 and ends the game.
-
-    When no guess is left, the game ends. `possible` is for each guess that may be right after what
-    was said before.
-
-    Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
-    """
+    """The last whole number of a completion is the guess. A right one gets 1 and ends the game, and
+    so does the last guess.
+    Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7."""
 
     # Guesses in a game.
     guesses: int = 3
@@ -56,12 +50,10 @@ class GuessingGame:
     def reset(self, example: dict) -> None:
         """Begins a game about the `secret` of an example, from `low` to `high`."""
         self.secret = example["secret"]
-        self.low = example["low"]
-        self.high = example["high"]
+        self.low = self.least = example["low"]
+        # from `least` to `most` the answers allow a number
+        self.high = self.most = example["high"]
         self.left = self.guesses
-        # the numbers that the answers allow
-        self.least = self.low
-        self.most = self.high
 
     def step(self, completion: str) -> Turn:
         """Says whether the secret is higher or lower than the guess."""
@@ -69,20 +61,20 @@ class GuessingGame:
         self.left -= 1
         if guess == self.secret:
             return Turn("right", 1.0, done=True, info={"won": True})
-        is_a_guess = guess is not None and self.low <= guess <= self.high
+        answer = f"Say a number from {self.low} to {self.high}."
         reward = 0.0
-        if is_a_guess:
-            # The numbers that a wrong guess rules out are no longer possible.
+        if guess is not None and self.low <= guess <= self.high:
             reward = self.possible if self.least <= guess <= self.most else 0.0
+            # The numbers that a wrong guess rules out are no longer possible.
             if self.secret > guess:
+                answer = "higher"
                 self.least = max(self.least, guess + 1)
             else:
+                answer = "lower"
                 self.most = min(self.most, guess - 1)
         if self.left == 0:
             return Turn("over", reward, True, {"won": False})
-        if not is_a_guess:
-            return Turn(f"Say a number from {self.low} to {self.high}.")
-        return Turn("higher" if self.secret > guess else "lower", reward)
+        return Turn(answer, reward)
 
 
 def is_secret(completion: str, example: dict) -> float:

@@ -1,10 +1,6 @@
-"""Environments in processes that can be killed: none of them can hang, crash or end the run.
-
-The processes are those of rewards (workers/pool.py). A conversation lives in one of them. When
-that process is gone, the next one gets the conversation anew: it begins it with its example and
-steps through the completions that were recorded. So an environment must answer the same
-completions in the same way, and its state is nowhere else.
-"""
+"""Environments in the killable processes of workers/pool.py. Where a process is lost, the next one
+resets its conversations and steps through their completions again: so what an environment answers
+must depend on the example and the completions alone."""
 
 import itertools
 import time
@@ -35,11 +31,8 @@ NAME = "environment"
 
 class Reply(NamedTuple):
     """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
-    failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: that the call
-    took.
-
-    Example: Reply(Turn("Higher."), seconds=0.001).
-    """
+    failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: of the call.
+    Example: Reply(Turn("Higher."), seconds=0.001)."""
 
     turn: Turn | None
     failure: str = ""
@@ -53,10 +46,8 @@ class _NotATurn(NotANumber):
 
 class Conversations:
     """The conversations of a process: what a worker calls.
-
     Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is None if conversation 3
-    is not in this process, or not at this turn.
-    """
+    is not in this process, or not at this turn."""
 
     def __init__(self, make: EnvironmentSource):
         self.make = make
@@ -107,15 +98,9 @@ class _Conversation:
 
 
 class EnvironmentPool:
-    """Environments in `settings.workers` processes or, if that is 0, here and now. A context
-    manager.
-
-    make: a function that returns an environment, or an environment that was not used yet. A row has
-    one conversation at a time, and a conversation one call.
-
-    Example: with EnvironmentPool(GuessingGame, ConversationConfig()) as pool:
-    pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward
-    """
+    """Environments in `settings.workers` processes or, if that is 0, here: a context manager. make:
+    a function that returns one, or one that was not used yet. A row has one conversation at a time.
+    Example: EnvironmentPool(GuessingGame, ConversationConfig()).reset(0, example).result().turn"""
 
     def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings
@@ -162,10 +147,8 @@ class EnvironmentPool:
 
 @dataclass
 class _Call:
-    """A call of an environment, on its way, and the calls before it where the process is new.
-
-    Place 0 is the reset, place n the n-th of `completions`; the last place is the call itself.
-    """
+    """A call of an environment, on its way, and the calls before it where the process is new. Place
+    0 is the reset, place n the n-th of `completions`; the last place is the call itself."""
 
     settings: ConversationConfig
     conversation: _Conversation

@@ -11,9 +11,7 @@ CREDIT = ("end", "turn", "discount")
 @dataclass(frozen=True)
 class ConversationConfig:
     """The settings of conversations. They have no effect without task.environment.
-
-    Example: ConversationConfig(max_turns=3) ends a conversation after three completions.
-    """
+    Example: ConversationConfig(max_turns=3) ends a conversation after three completions."""
 
     # Completions of the model in one conversation, at most.
     max_turns: int = 8

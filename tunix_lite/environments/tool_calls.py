@@ -1,12 +1,11 @@
-"""Calls of tools in a completion, as the families of models write them.
+"""Calls of tools in a completion, as the families of models write them; nothing is run to read it.
 
-    Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
-    Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
-    Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
-                   or <function=add>{"a": 1}</function> around them
-
-Nothing of a completion is run to read it.
-"""
+Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, once for each call
+Gemma          ```tool_code, then add(a=1) on a line for each call; or the JSON of a call
+Llama          {"name": "add", "parameters": {"a": 1}}, several with ; between; <|python_tag|>
+               or <function=add>{"a": 1}</function> around them
+Gemma 4        <|tool_call>call:add{a:1,to:<|"|>text as it is<|"|>}<tool_call|>, once for each
+               call; values may be lists and objects, and null is None"""
 
 import ast
 import json
@@ -22,6 +21,13 @@ FENCE = re.compile(
     r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL
 )
 PYTHON_TAG = "<|python_tag|>"
+# Gemma 4: a call, what is in it, what stands around a text, and what is no JSON beside texts.
+GEMMA4_TAG = "<|tool_call>"
+GEMMA4 = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
+GEMMA4_CALL = re.compile(r"call:([\w.-]+)\s*(\{.*\})", re.DOTALL)
+GEMMA4_QUOTE = '<|"|>'
+BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\]:,\"]+)(?=\s*:)")
+BARE_NONE = re.compile(r"([:,\[]\s*)None\b")
 ARGUMENTS = ("arguments", "parameters", "args")
 # characters of a completion that are read as code, so that no nesting is too deep for the parser
 LONGEST = 16 * 1024
@@ -32,9 +38,7 @@ EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool. problem: why it cannot be read; "" if it can.
-
-    Example: ToolCall("add", {"a": 1, "b": 2}).
-    """
+    Example: ToolCall("add", {"a": 1, "b": 2})."""
 
     name: str
     arguments: Any = None
@@ -47,6 +51,8 @@ def calls_in(completion: str) -> list[ToolCall]:
         return [call for text in bodies for call in _of_json(text, is_call=True)]
     if named := FUNCTION.findall(completion):
         return [_with_arguments(name, text) for name, text in named]
+    if bodies := GEMMA4.findall(completion):
+        return [_of_gemma4(text) for text in bodies]
     text = completion.strip()
     calls = []
     for kind, body in FENCE.findall(text):
@@ -71,9 +77,7 @@ def expression_in(completion: str) -> list[ToolCall]:
 
 def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     """The calls of a text that holds JSON: an object, a list of them, or several with ; between.
-
-    is_call: whether what cannot be read is a call with a mistake; else it is no call.
-    """
+    is_call: whether what cannot be read is a call with a mistake; else it is no call."""
 
     def mistake(problem: str) -> list[ToolCall]:
         return [ToolCall("", problem=problem)] if is_call else []
@@ -91,27 +95,17 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return mistake(f"the call is no JSON: {error}")
     calls = []
     for value in values:
-        call = _of_object(value)
-        if call is None:
-            wrong = mistake(f"a call has a name and arguments; this is {short_repr(value)}")
-            if not wrong:
-                return []
-            calls += wrong
+        call = value if isinstance(value, dict) else {}
+        call = call["function"] if isinstance(call.get("function"), dict) else call
+        name = call.get("name")
+        keys = [key for key in ARGUMENTS if key in call]
+        if isinstance(name, str) and (keys or set(call) == {"name"}):
+            calls.append(_with_arguments(name, call[keys[0]] if keys else {}))
+        elif is_call:
+            calls += mistake(f"a call has a name and arguments; this is {short_repr(value)}")
         else:
-            calls.append(call)
+            return []
     return calls
-
-
-def _of_object(value: object) -> ToolCall | None:
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name")
-    keys = [key for key in ARGUMENTS if key in value]
-    if not isinstance(name, str) or (not keys and set(value) != {"name"}):
-        return None
-    return _with_arguments(name, value[keys[0]] if keys else {})
 
 
 def _with_arguments(name: str, arguments: object) -> ToolCall:
@@ -124,6 +118,20 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
     return ToolCall(name, arguments)
 
 
+def _of_gemma4(text: str) -> ToolCall:
+    """A call as Gemma 4 writes it: JSON with bare keys, and texts that nothing is escaped in."""
+    call = GEMMA4_CALL.fullmatch(text.strip())
+    if call is None or len(text) > LONGEST:
+        problem = f"a call is call:name{{argument:value}}; this is {short_repr(text)}"
+        return ToolCall("", problem=problem)
+    name, arguments = call.groups()
+    parts = arguments.split(GEMMA4_QUOTE)
+    # Every second part is a text.
+    parts[0::2] = [BARE_NONE.sub(r"\1null", BARE_KEY.sub(r'\1"\2"', x)) for x in parts[0::2]]
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return _with_arguments(name, "".join(parts))
+
+
 def _of_python(text: str) -> list[ToolCall]:
     """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
     print()."""
@@ -131,12 +139,11 @@ def _of_python(text: str) -> list[ToolCall]:
         statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
-    calls = []
-    for statement in statements:
-        value = getattr(statement, "value", None)
-        nodes = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        calls += map(_of_node, nodes)
-    return calls
+    values = [getattr(statement, "value", None) for statement in statements]
+    listed = [
+        value.elts if isinstance(value, ast.List | ast.Tuple) else [value] for value in values
+    ]
+    return [_of_node(node) for nodes in listed for node in nodes]
 
 
 def _of_node(node: ast.AST | None) -> ToolCall:

@@ -1,8 +1,5 @@
-"""Tools: Python functions that the model may call in a conversation before it answers.
-
-Their schemas are made of type hints and docstrings, in the form that chat templates take (OpenAI's,
-JSON schema). Where one cannot be made, one message says why.
-"""
+"""Tools: Python functions that the model may call in a conversation before it answers. Their
+schemas, in OpenAI's form, are made of type hints and docstrings."""
 
 import inspect
 import re
@@ -34,15 +31,11 @@ ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
 
 @dataclass
 class ToolEnvironment:
-    """A conversation in which the model calls tools. A completion without a call is its answer.
-
-    What a tool returns, or how it failed, is what the model reads next: one message for each call.
-    After `max_calls` calls it is asked for its answer once; then the conversation ends. The answer
-    gets `reward`, if it is given; the rewards of the task see the answer, too.
-
-    Example: ToolEnvironment(tools=(calculator,)) answers `<tool_call>{"name": "calculator",
-    "arguments": {"expression": "2 + 2"}}</tool_call>` with "4".
-    """
+    """A conversation in which the model calls tools, and reads what each returns, or how it failed.
+    A completion without a call is its answer, which gets `reward`. After `max_calls` calls it is
+    asked for the answer once.
+    Example: ToolEnvironment(tools=(calculator,)) answers the call calculator(expression="2 + 2")
+    with "4"."""
 
     # Functions with type hints and a docstring, by their dotted paths.
     tools: tuple[Callable, ...]
@@ -73,8 +66,8 @@ class ToolEnvironment:
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
         self.schemas = [schema_of(tool) for tool in self.tools]
-        names = [schema["function"]["name"] for schema in self.schemas]
-        if twice := [name for name in names if names.count(name) > 1]:
+        self.names = [schema["function"]["name"] for schema in self.schemas]
+        if twice := [name for name in self.names if self.names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
 
     @property
@@ -121,37 +114,30 @@ class ToolEnvironment:
 
     def _make(self, call: ToolCall) -> tuple[str, bool]:
         """Makes a call. Returns its result, as the model reads it, and whether it went well."""
-        places = {schema["function"]["name"]: i for i, schema in enumerate(self.schemas)}
+        tools = dict(zip(self.names, self.tools))
         problem = call.problem
-        if not problem and call.name not in places:
-            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(places)}"
-        if not problem and not isinstance(call.arguments, dict):
+        text = ""
+        if not problem and call.name not in tools:
+            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
+        elif not problem and not isinstance(call.arguments, dict):
             wrong = short_repr(call.arguments)
             problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
-        if problem:
-            return f"Error: {problem}", False
-        is_right = True
-        try:
-            tool = self.tools[places[call.name]]
-            text = str(tool(**call.arguments))
-        except Exception as error:
-            text = f"Error: {type(error).__name__}: {message_of(error)}"
-            is_right = False
+        elif not problem:
+            try:
+                text = str(tools[call.name](**call.arguments))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {message_of(error)}"
+        text = f"Error: {problem}" if problem else text
         more = len(text) - self.max_result
         if more > 0:
             text = f"{text[: self.max_result]}... and {more} more characters"
-        return text, is_right
-
-
-# ---- schemas
+        return text, not problem
 
 
 def schema_of(tool: Callable[..., object]) -> dict:
     """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
-    description, parameters}}. Raises ValueError where it cannot be made.
-
-    It is called by its attribute `name`, that of the function, or of the class in lower case.
-    """
+    description, parameters}}. Its name is its attribute `name`, that of the function, or of the
+    class in lower case. Raises ValueError where it cannot be made."""
     plain = tool.func if isinstance(tool, partial) else tool
     name = getattr(plain, "name", None) or getattr(plain, "__name__", None)
     if name is None:

@@ -1,9 +1,5 @@
-"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, a PEFT adapter, or
-GGUF files for llama.cpp and Ollama.
-
-The export is read back, and its logits are compared with the model's, before the folder gets its
-name. So a folder that exists is whole and holds the same model.
-"""
+"""Exports a model: a folder in Hugging Face layout, a PEFT adapter, or GGUF files for llama.cpp and
+Ollama. The export is read back, and its logits are compared, before the folder gets its name."""
 
 import json
 import platform
@@ -25,7 +21,7 @@ from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import attention, decoder, families, gguf_out, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
 from tunix_lite.models.gguf_file import is_gguf
-from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.gguf_metadata import MODEL_TYPES, small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
@@ -56,12 +52,9 @@ class Exported:
     """
 
     folder: Path
-    # one of KINDS
-    kind: str
-    # of the logits after reading back, relative to their size
-    difference: float
-    # the command that serves it
-    serve: str
+    kind: str  # one of KINDS
+    difference: float  # of the logits after reading back, relative to their size
+    serve: str  # the command that serves it
 
 
 def check_export(
@@ -72,17 +65,19 @@ def check_export(
     overwrite: bool,
     gguf_type: str | None = None,
 ) -> str:
-    """Checks what `export` would do, before anything is loaded or written.
-
-    Returns the kind that will be written, one of KINDS. Raises ConfigError if the kind, the dtype
-    or the type does not fit the model, or if the folder cannot be written or replaced.
-    """
+    """Checks what `export` would do, before anything is loaded or written. Returns the kind, one of
+    KINDS. Raises ConfigError."""
     # kind and dtype against the model
-    kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
+    if kind == "auto":
+        kind = "adapter" if model_has_adapters else "full"
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if kind != "gguf" and (kind == "full") == model_has_adapters:
-        right = "merged, adapter or gguf_adapter" if model_has_adapters else "full or gguf"
+        formats = (
+            ("merged, adapter", "gguf_adapter") if model_has_adapters else ("full", "gguf")
+        )
+        in_gguf = ", ".join(MODEL_TYPES)
+        right = f"{formats[0]}, or {formats[1]} for the families {in_gguf}"
         raise ConfigError(
             f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
             f"{right}"
@@ -136,13 +131,13 @@ def export(
     overwrite: bool = False,
     gguf_type: str | None = None,
 ) -> Exported:
-    """Writes the model to the folder `out`, reads it back and compares it.
+    """Writes the model to the folder `out`, reads it back and compares it. Raises ConfigError,
+    writes nothing.
 
-    kind: full (all weights), merged (adapters added to their base), adapter (PEFT), gguf (all
-    weights in one file for llama.cpp), gguf_adapter (adapters for llama.cpp), or auto: adapter if
-    there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it, bf16 for
-    random weights. overwrite: replace an export. gguf_type: f32, f16, bf16 or q8_0; None: bf16.
-    Raises ConfigError, writes nothing.
+    kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if there are adapters,
+    else full. dtype: bf16, fp16 or fp32; None: as the original has it. gguf_type: f32, f16, bf16 or
+    q8_0.
+
     Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
     """
     # What can be wrong is found before anything is written.
@@ -165,14 +160,9 @@ def export(
         raise ConfigError(
             f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
-    if (
-        kind in ("full", "gguf")
-        and source.lora is None
-        and model.params["embed"].dtype == jnp.bfloat16
-    ):
-        if kind == "gguf":
-            written = {(gguf_type or _GGUF_TYPE).upper()}
-        else:
+    if source.lora is None and model.params["embed"].dtype == jnp.bfloat16:
+        written = {(gguf_type or _GGUF_TYPE).upper()}
+        if kind == "full":
             written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
             raise ConfigError(
@@ -287,8 +277,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
 
 
 def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
-    """Writes a PEFT adapter and the tokenizer, or an adapter for llama.cpp. Returns the difference
-    after reading back."""
+    """Writes a PEFT adapter, or one for llama.cpp. Returns the difference after reading back."""
     cfg = model.cfg
     source = model.source
     family = source.family
@@ -316,8 +305,8 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """The difference of the logits with `params` and the model's own, relative to their size, over
-    two rows of random tokens. Raises ConfigError if it is above `tolerance`."""
+    """The difference of the logits with `params` and the model's own, relative to their size.
+    Raises ConfigError if it is above `tolerance`."""
     cfg = model.cfg
     tokens = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (2, min(32, cfg.max_positions))
@@ -383,14 +372,21 @@ def _describe(
         parts = model.run.resolve().parts
         begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
         run = "/".join(parts[begin:])
+    # A damaged file is no reason to stop: its content is for the model card alone.
+    try:
+        evaluated = read_object(model.run / "status.json")["eval"]
+        accuracy = {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
+    except (AttributeError, LookupError, OSError, TypeError, ValueError):
+        accuracy = {}
     lora = model.source.lora
+    base = _base_name(model)
     about = {
         "kind": kind,
-        "base": _base_name(model),
+        "base": base,
         "run": run,
         "step": model.step,
         "difference_after_reading_back": difference,
-        "accuracy": _accuracies(model),
+        "accuracy": accuracy,
         "lora": lora
         and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
         "versions": {
@@ -399,57 +395,36 @@ def _describe(
             "python": platform.python_version(),
         },
     }
-    served = f"llama-server -m {out / _GGUF}" if kind == "gguf" else f"vllm serve {out}"
-    if kind == "gguf_adapter":
-        there = is_gguf(Path(about["base"]))
-        base = about["base"] if there else f"{Path(about['base']).name}.gguf"
-        served = f"llama-server -m {base} --lora {out / _GGUF_ADAPTER}"
+    of_llama = base if is_gguf(Path(base)) else f"{Path(base).name}.gguf"
+    served = {
+        "gguf": f"llama-server -m {out / _GGUF}",
+        "gguf_adapter": f"llama-server -m {of_llama} --lora {out / _GGUF_ADAPTER}",
+    }.get(kind, f"vllm serve {out}")
     if kind == "adapter":
         served = (
-            f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
+            f"vllm serve {base} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
         )
-    (folder / "README.md").write_text(
-        _card(about, served.replace(str(out), out.name), out.name)
-    )
+    card = _card(about, served.replace(str(out), out.name), out.name)
+    (folder / "README.md").write_text(card)
     (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
 
 
-def _accuracies(model: LanguageModel) -> dict[str, float]:
-    """The first and the last accuracy on held-out prompts, of the run's status.json."""
-    # A damaged file is no reason to stop: its content is for the model card alone.
-    try:
-        evaluated = read_object(model.run / "status.json")["eval"]
-        return {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
-    except (AttributeError, LookupError, OSError, TypeError, ValueError):
-        return {}
-
-
 def _card(about: dict, served: str, name: str) -> str:
     """The text of README.md, the model card. about: the content of _PROVENANCE."""
-    # The front matter, which the hub reads; a base that is a folder means nothing there.
-    what = {
-        "full": "All weights",
-        "merged": "Adapters merged into their base",
-        "adapter": "LoRA adapters",
-        "gguf": "All weights, with adapters merged if there were any,",
-        "gguf_adapter": "LoRA adapters for llama.cpp",
+    what, library = {
+        "full": ("All weights", "transformers"),
+        "merged": ("Adapters merged into their base", "transformers"),
+        "adapter": ("LoRA adapters", "peft"),
+        "gguf": ("All weights, with adapters merged if there were any,", "gguf"),
+        "gguf_adapter": ("LoRA adapters for llama.cpp", "gguf"),
     }[about["kind"]]
-    library = {"adapter": "peft", "gguf": "gguf", "gguf_adapter": "gguf"}
-    library = library.get(about["kind"], "transformers")
-    front = [f"library_name: {library}"]
+    # The front matter, which the hub reads; a base that is a folder means nothing there.
+    lines = ["---", f"library_name: {library}"]
     if is_hub_name(about["base"]):
-        front += [f"base_model: {about['base'].partition('@')[0]}"]
-    lines = [
-        "---",
-        *front,
-        "tags: [tunix_lite, reinforcement-learning]",
-        "---",
-        "",
-        f"# {name}",
-        "",
-    ]
+        lines += [f"base_model: {about['base'].partition('@')[0]}"]
+    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
 
     # What it is, where it comes from, how good it is, and how to serve it.
     trained = "trained with" if about["run"] else "exported, without training, by"

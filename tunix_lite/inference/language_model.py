@@ -1,8 +1,4 @@
-"""A model outside of training: load it, generate, score. Notebooks and the commands use it.
-
-model = load("outputs/latest")  # or "bundled", a Hugging Face folder, a name on the hub
-print(model.generate("What is 12 + 7?")[0].text)
-"""
+"""A model outside of training: load it, generate, score. Notebooks and the commands use it."""
 
 import os
 import sys
@@ -60,8 +56,7 @@ class Completion:
     Example: `model.generate("What is 12 + 7?")[0].text` is "19".
     """
 
-    # the index of the prompt among those given
-    prompt: int
+    prompt: int  # the index of the prompt among those given
     # the index of this completion among those of the prompt
     generation: int
     text: str
@@ -83,13 +78,11 @@ class LanguageModel:
     Example: `load("outputs/latest", step=40)`.
     """
 
-    # where it comes from: architecture, tokenizer, family, folder
-    source: FoundModel
+    source: FoundModel  # where it comes from: architecture, tokenizer, family, folder
     # its weights; those of a base hold its adapters
     params: Params
     mesh: jax.sharding.Mesh
-    # of the computation
-    dtype: type
+    dtype: type  # of the computation
     # the run that trained it, and the step of the checkpoint
     run: Path | None = None
     step: int | None = None
@@ -117,17 +110,10 @@ class LanguageModel:
     ) -> list[Completion]:
         """Samples `num_generations` completions of each prompt, in the order of the prompts.
 
-        generation: temperature, lengths and so on; None: the likeliest completion of a prompt, or
-        several at temperature 0.7. seed: the same one gives the same completions.
-        batch_size: sequences decoded at a time, unless rollout.num_slots says otherwise; it changes
-        memory and speed, not the completions. max_new_tokens: a limit for all prompts or one for
-        each, at most that of `generation`. on_chunk(requests, ended) is called while others are
-        still sampled: with the requests that got tokens, and the completions that ended.
-
-        A completion ends where the model or a stop text ends it, after max_new_tokens, or where it
-        and the longest prompt together fill cfg.max_positions. Prompts that are dropped, as
-        generation.long_prompts may say, have no completions. Raises ValueError if there is no
-        prompt, if one is empty, or if one is too long and generation.long_prompts is error.
+        generation: None: the likeliest completion, or several at temperature 0.7. batch_size:
+        sequences decoded at a time. max_new_tokens: a limit for all prompts, or one for each.
+        on_chunk(requests, ended) is called after each chunk. Raises ValueError if there is no
+        prompt, or one is empty or too long.
         """
         prompts = _as_list(prompts)
         if generation is None:
@@ -173,10 +159,8 @@ class LanguageModel:
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
-        """Yields the text of one completion, piece by piece while it is sampled.
-
-        The pieces together are the text that `generate` returns. Raises ValueError as `generate`.
-        """
+        """Yields the text of one completion, piece by piece while it is sampled. Raises as
+        `generate`."""
         settings = RolloutConfig() if rollout is None else rollout
         settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK)
         text = self.tokenizer.stream()
@@ -263,11 +247,9 @@ class LanguageModel:
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: str | Sequence[str]
     ) -> list[np.ndarray]:
-        """log p of each token of each completion, at temperature 1: float32 [T] each.
-
-        completions: one for each prompt. The tokens are those of the completion and of the end of
-        the turn. Raises ValueError if there are not as many of both, or if one is too long.
-        """
+        """log p of each token of each completion, at temperature 1: float32 [T] each, the end of
+        the turn included. Raises ValueError if there are not as many of both, or if one is too
+        long."""
         prompts = _as_list(prompts)
         texts = [completions] if isinstance(completions, str) else list(completions)
         if len(prompts) != len(texts):
@@ -331,14 +313,11 @@ def load(
     dtype: str = AUTO,
     family: str | None = None,
 ) -> LanguageModel:
-    """Loads a model onto the devices.
+    """Loads a model onto the devices. Raises ConfigError.
 
-    model: "bundled", the folder of a run, a folder in Hugging Face layout, a name on the hub, or
-    settings. step: of a run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp",
-    "tp"]]; None: as the settings say, else all devices over fsdp. dtype: of the computation, fp32
-    or bf16; auto: bf16 for a real model on a GPU or TPU, else fp32. family: as the setting
-    model.family; a family of your own, module.NAME, must be named here, because nothing is imported
-    that only a folder names. Raises ConfigError.
+    model: "bundled", the folder of a run or a model, a name on the hub, or settings. step: of a
+    run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype: of the
+    computation, fp32, bf16 or auto. family: as model.family; one of your own must be named here.
 
     Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """
@@ -371,12 +350,8 @@ def load(
 def open_model(
     model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
 ) -> LanguageModel:
-    """Loads the model of these settings; with `run`, the weights that this run has trained.
-
-    step: of the run's checkpoint; None: the newest. dtype: bf16, fp32 or auto. seed: for random
-    weights.
-    Raises ConfigError.
-    """
+    """Loads the model of these settings; with `run`, the weights that this run has trained. Raises
+    ConfigError."""
     # Find it, and check it against the devices and their memory, before anything is read.
     with error_context(""):
         check_seed(seed)
@@ -437,12 +412,8 @@ def loading(what: str) -> BytesProgress:
 
 
 def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
-    """The `model` settings of the run in this folder, and its seed.
-
-    family: the user's own model.family, which counts instead of the folder's. A folder is data:
-    nothing that it names is imported. Raises ConfigError, with file and key, if this is not the
-    folder of a run, or if its settings are wrong.
-    """
+    """The `model` settings of the run in this folder, and its seed. family: counts instead of the
+    folder's, whose names are never imported. Raises ConfigError, with file and key."""
     with error_context("checkpoint"):
         file = as_path(run) / RunDir.MODEL
         saved = RunDir(file.parent).read_model()

@@ -21,15 +21,9 @@ def live_engine(
     max_waiting: int = 256,
     prepared: Params | None = None,
 ) -> LiveEngine:
-    """A live engine with the weights of the model.
-
-    generation: the most tokens of prompts and completions; what is drawn is for each request to
-    say. rollout: slots, chunk, and where the weights stay. max_waiting: sequences that may wait for
-    a slot. prepared: the weights as rollout.generate.make_prepare makes them; None: made of the
-    model's. Raises ValueError for a setting that it does not have.
-    """
-    if generation.repetition_penalty != 1:
-        raise ValueError("generation.repetition_penalty is not supported; set it to 1")
+    """A live engine with the weights of the model, or `prepared` ones of make_prepare. Raises
+    ValueError for a setting that it does not have. generation: the most tokens; what is drawn is
+    for each request to say."""
     # Prompt and completion share the model's positions; each request says how.
     most = model.cfg.max_positions - 1
     new = min(generation.max_new_tokens, most)

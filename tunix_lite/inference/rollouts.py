@@ -1,5 +1,4 @@
-"""A loaded model as what samples the completions of a task, as a run does: on its mesh, in slots
-that are refilled."""
+"""A loaded model as what samples the completions of a task, as a run does."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,12 +26,8 @@ def generate_of(
     counts: list[tuple[int, int]],
     tp_reduce_dtype: str = "float32",
 ) -> Callable[..., Rollout]:
-    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as
-    make_generate makes it.
-
-    counts: (prompts, completions of each) of the largest calls to come; where the weights stay
-    while sampling is chosen by them and by the memory that is free.
-    """
+    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it.
+    counts: (prompts, completions of each) of the largest calls to come."""
     with jax.set_mesh(model.mesh):
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])

@@ -1,13 +1,7 @@
-"""The attention of one new token per sequence, as one kernel for NVIDIA GPUs.
-
-It does norms, rotary positions, two writes to the cache, scores, softmax and weighted sum, for
-which plain products take some eight kernels. Each program of it (Pallas, which hands it to Triton)
-serves one sequence and one key head. It writes the new key and value into the cache, and goes over
-the columns that hold a token, with an online softmax (arXiv:1805.02867). It rounds where `decoder`
-rounds, but in bfloat16 the probabilities are rounded before they are divided by their sum.
-
-Letters beside those of types.py: C columns of the cache, G query heads of one key head.
-"""
+"""The attention of one new token per sequence, as one kernel for NVIDIA GPUs (Pallas, which hands
+it to Triton): each program serves one sequence and one key head, with an online softmax
+(arXiv:1805.02867). Letters beside those of types.py: C columns of the cache, G query heads of one
+key head."""
 
 from functools import partial
 from typing import Any
@@ -42,9 +36,9 @@ def fused_attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(attended [B, N, H], the cache's keys and values with the new token in them).
 
-    q, k, v: as projected, without norm and rotation. norms: the scales [H] of queries and keys, or
-    none. angles: sin and cos, [B, H/2] each. newest_B: the position of the new token, which goes to
-    column newest_B mod C. interpret: runs the kernel without a GPU, as tests do.
+    q, k, v: as projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos,
+    [B, H/2] each. newest_B: the position of the new token. interpret: runs it without a GPU, as
+    tests do.
     """
     mesh = jax.sharding.get_abstract_mesh()
     heads = spec(("batch", "heads", "head_dim"), q_BNH.shape, mesh)
@@ -154,8 +148,8 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
 def _normed_and_turned(
     cfg: Architecture, halves: tuple, scales: tuple | None, angles: tuple
 ) -> list[jax.Array]:
-    """The halves of heads, [rows, H/2] each, after the norm, if there are scales, and the rotation:
-    float32, rounded where decoder.norm and decoder.rope round."""
+    """The halves of heads, [rows, H/2] each, after norm and rotation, rounded where the decoder
+    rounds."""
     dtype = halves[0].dtype
     first, second = (x.astype(jnp.float32) for x in halves)
     if scales is not None:

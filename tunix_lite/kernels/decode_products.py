@@ -1,13 +1,6 @@
-"""The products of a layer for one new token per sequence, as kernels for NVIDIA GPUs.
-
-XLA writes gate and up in float32, and splits sums of few rows into parts, which it reads again.
-These kernels (Pallas, which hands them to Triton) write less: one makes queries, keys and values,
-one activation(gate) * up. The two that end in the residual stream split their sum only where there
-would be few programs. The order of every sum is fixed, and they round where `decoder` rounds.
-
-Letters beside those of types.py: R rows and W columns of a program, S what is summed over, O
-outputs, P parts of the sum.
-"""
+"""The products of a layer for one new token per sequence, as kernels for NVIDIA GPUs (Pallas, which
+hands them to Triton). The order of every sum is fixed. Letters beside those of types.py: R rows and
+W columns of a program, S what is summed over, O outputs, P parts of the sum."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +31,8 @@ FEWEST_PROGRAMS = 66
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a product that a program computes: so many rows and columns, of one of so many
-    parts of the sum.
+    """The part of a product that a program computes: rows and columns, of one of so many parts of
+    the sum.
 
     Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs.
     """
@@ -54,11 +47,8 @@ class Tile:
 
 
 def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
-    """The largest tile with enough programs: the sum over S numbers is parted first, where it may
-    be, and then the longer side of B rows and O outputs is halved.
-
-    Example: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64, 4).
-    """
+    """The largest tile with enough programs: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64,
+    4)."""
     rows = max(FEWEST, min(MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
     tile = Tile(rows, MOST_OF_A_SIDE)
     while tile.programs(B, O) < FEWEST_PROGRAMS:
@@ -81,8 +71,7 @@ class FusedProducts(Products):
     Example: FusedProducts(jnp.float32) as `products` of decoder.forward_by_layer.
     """
 
-    # runs the kernels without a GPU, as tests do
-    interpret: bool = False
+    interpret: bool = False  # runs the kernels without a GPU, as tests do
 
     def qkv(self, x_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, ...]:
         """See Products."""
@@ -125,8 +114,8 @@ class FusedProducts(Products):
         return on_devices(x_BTD[:, 0], w["gate"], w["up"])[:, None]
 
     def after_layer(self, x_BTD: jax.Array) -> jax.Array:
-        """See Products. Without the barrier XLA keeps it in float32, and computes it again where
-        the layer adds to it."""
+        """See Products."""
+        # Without it XLA keeps x in float32, and computes it again where the layer adds to it.
         return jax.lax.optimization_barrier(x_BTD)
 
     def _to_residual(self, x: jax.Array, weight: jax.Array, name: str) -> jax.Array:
@@ -178,7 +167,7 @@ def _product(
     activation: str | None = None,
 ) -> jax.Array:
     """Multiplies x with each weight, side by side, [P, B, O], or returns activation(x gate) * (x
-    up) of two. dtype: of the result; parts of a sum are float32."""
+    up) of two."""
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
@@ -216,13 +205,13 @@ def _product(
 
 
 def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
-    """A part of the sum of some rows and columns: of one of the weights whose outputs stand side by
-    side, or of gate and up. What lies beyond the last row or column is read as the last one;
-    several programs then write the same numbers."""
+    """A part of the sum of some rows and columns: of one of the weights side by side, or of gate
+    and up."""
     *weights, out_PBO = refs
     dtype = out_PBO.dtype
     part = pl.program_id(1)
     rows_R = pl.program_id(0) * tile.rows + jnp.arange(tile.rows)
+    # What lies beyond the last row or column is read as the last one.
     rows_R = jnp.minimum(rows_R, len(x_BS) - 1)[:, None]
     of_part = x_BS.shape[1] // tile.parts
     at_once = int(np.gcd(of_part, AT_ONCE))

@@ -1,16 +1,7 @@
-"""The product with the output head and the draw of a token, as one kernel for NVIDIA GPUs.
-
-This kernel (Pallas, which hands it to Triton) writes no logits. Each of its programs multiplies a
-piece of the head with some rows of hidden states, adds the noise, and writes what a reduction over
-the pieces makes tokens and log-probabilities of.
-
-The noise is that of `jax.random.gumbel`, made of the same bits: those of token v are threefry-2x32
-(Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") of the row's key and the
-counter v. So it draws the tokens that `sampling.draw` draws, but for sums taken in another order.
-
-Letters beside those of types.py: P pieces of the vocabulary, W tokens of a piece, R rows that a
-program takes.
-"""
+"""The product with the output head and the draw of a token, as one kernel for NVIDIA GPUs. The
+noise is that of `jax.random.gumbel`: threefry-2x32 (Salmon et al., 2011) of the row's key and the
+token. Letters beside those of types.py: P pieces of the vocabulary, W tokens of a piece, R rows of
+a program."""
 
 from functools import partial
 from typing import Any
@@ -42,12 +33,9 @@ def fused_draw(
     temperature: jax.Array | float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and their log-probabilities under softmax(logits / temperature), [B] each, as
-    `sampling.draw` gives them where nothing is cut off.
-
-    hidden: of the newest tokens, after the final norm. table: the head, or the embedding.
-    interpret: runs the kernel without a GPU, as tests do.
-    """
+    """Tokens and their log-probabilities under softmax(logits / temperature), [B] each. hidden:
+    after the final norm. table: the head, or the embedding. interpret: runs it without a GPU, as
+    tests do."""
     B, V = len(hidden_BD), len(table_VD)
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     key_data_B2 = jax.random.key_data(keys_B)
@@ -88,8 +76,8 @@ def fused_draw(
 
 
 def best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first of the best tokens of each row, [B] int32, the last token in a row with NaN; and
-    its log-probability, [B].
+    """The first of the best tokens of each row, [B] int32, the last one with NaN; and its
+    log-probability, [B].
 
     Five arrays [B, P]: the best score of each piece, its token and logit, the maximum of the
     logits, and the sum of exp(logit - maximum).
@@ -111,8 +99,8 @@ def best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
-    """R rows and a piece of the vocabulary. What lies beyond the last row or token is read as the
-    last one; several programs then write the same numbers of that row."""
+    """R rows and a piece of the vocabulary. What lies beyond the last one is read as the last
+    one."""
     hidden_BD, table_VD, key_data_B2, temperature_1, first_1, *out_refs = refs
     B, D = hidden_BD.shape
     V = len(table_VD)
@@ -174,8 +162,7 @@ TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def _threefry(
     keys: tuple[jax.Array, jax.Array], low: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The two words of threefry-2x32 with 20 rounds, of a key (two words) and the counter (0, low),
-    uint32."""
+    """The two words of threefry-2x32 with 20 rounds, of a key and the counter (0, low), uint32."""
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = keys[0], low + keys[1]
     for group in range(5):

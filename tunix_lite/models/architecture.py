@@ -21,11 +21,7 @@ _MOST_OF_A_DIM = 2**26
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Longer rotary wavelengths, for sequences beyond those of pretraining.
-
-    With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
-    wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
-    low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
+    """Longer rotary wavelengths: linear with `factor` alone, with the rest as in Llama 3.1.
 
     Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
     """
@@ -68,10 +64,6 @@ class RopeScaling:
 class Yarn:
     """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers.
 
-    Pairs of elements that turn beta_fast times or more over original_positions stay, those that
-    turn beta_slow times or less turn `factor` times slower. Between the two, the share of the
-    slower turning grows linearly with the number of the pair.
-
     Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
     """
 
@@ -98,8 +90,8 @@ class Yarn:
             )
 
     def scaled(self, frequency: np.ndarray, theta: float) -> np.ndarray:
-        """Rotary frequencies, in radians per token, after the stretching of their wavelengths.
-        theta: base of the wavelengths."""
+        """Rotary frequencies, in radians per token, after the stretching. theta: base of the
+        wavelengths."""
         dim = 2 * len(frequency)
         # The pairs that turn so often, by place.
         turns = 2 * np.pi * np.array([self.beta_fast, self.beta_slow])
@@ -113,9 +105,6 @@ class Yarn:
 @dataclass(frozen=True)
 class LongRope:
     """Rotary wavelengths with a factor for each pair of elements (longrope, arXiv:2402.13753).
-
-    An architecture whose max_positions is at most original_positions takes short_factors for all
-    its sequences, and any other long_factors, so that sampling and training never differ.
 
     Example: LongRope((1.0, 1.0), (1.0, 30.0), 4096, 131_072, 1.19) for heads of four elements.
     """
@@ -179,12 +168,11 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes and flags of a decoder. Sizes count elements unless their comment says otherwise;
-    the defaults are Gemma 3's.
+    """The sizes and flags of a decoder; the defaults are Gemma 3's. Raises ValueError for what no
+    model has.
 
     Example: Architecture(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2,
-    head_dim=8, mlp_dim=64). Raises ValueError for sizes that no model has or that contradict each
-    other.
+    head_dim=8, mlp_dim=64).
     """
 
     # Tokens in the vocabulary.
@@ -340,8 +328,8 @@ class Architecture:
                 raise ValueError(message)
 
     def rope(self, kind: str) -> tuple[np.ndarray, float]:
-        """The rotary frequencies of a kind of layer, in radians per token, [elements of a head that
-        turn / 2]; and what the rotated elements are multiplied by."""
+        """The frequencies of a kind of layer, radians per token, and what rotated elements are
+        multiplied by."""
         half = int(self.kv_shape(kind)[1] * self.rope_share) // 2
         theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
         frequency = theta ** -(np.arange(half) / half)

@@ -1,11 +1,5 @@
-"""Attention among the tokens of a row: which token sees which, and the kernel that computes it.
-
-A token sees the tokens of its own segment up to itself; in a local layer, only those within the
-window. Where the completions of a group share one copy of their prompt, a token sees the prompt
-(completion 0) and its own completion. There are three implementations: `xla` runs anywhere, `cudnn`
-on NVIDIA GPUs, and `splash` (a Pallas kernel that comes with JAX) on TPUs. `choose` picks one and
-says why.
-"""
+"""Attention among the tokens of a row: which token sees which, and the kernel that computes it:
+`xla` anywhere, `cudnn` on NVIDIA GPUs, `splash` (a Pallas kernel of JAX) on TPUs."""
 
 import math
 from collections.abc import Callable
@@ -47,8 +41,7 @@ class AttentionMeta:
         completion_ids  0 0 | 1 1 | 2 | 0
     """
 
-    # position of a token in its own sequence, from 0
-    positions: jax.Array
+    positions: jax.Array  # position of a token in its own sequence, from 0
     # number of the sequence, or of the group that shares a prompt; 0: padding
     segments: jax.Array
     # number of the completion in its segment; 0: the prompt, which all see. None: none share one
@@ -102,11 +95,10 @@ def attend(
     v_scales_BKS: jax.Array | None = None,
     name: str = "scores",
 ) -> jax.Array:
-    """Softmax attention, [B, T, N, H]; each key head serves N / K query heads.
+    """Softmax attention, [B, T, N, H], in float32; each key head serves N / K query heads.
 
-    Scores and softmax are float32. With scales, keys and values are int8 codes: each code is
-    multiplied by the scale of its head and token. name: of the scores, by which a remat policy
-    (decoder.REMAT) keeps them for the backward pass.
+    With scales, keys and values are int8 codes. name: of the scores, for a remat policy
+    (decoder.REMAT).
     """
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
@@ -164,11 +156,9 @@ def xla(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
 ) -> jax.Array:
-    """Attention as plain products, [B, T, N, H].
+    """Attention as plain products, [B, T, N, H]; long rows go in pieces of their queries.
 
-    Long rows go in pieces of their queries, whose scores the backward pass computes again.
-    is_local: whether the layer has a window. It is traced where one program serves layers of both
-    kinds.
+    is_local: whether the layer has a window; traced where one program serves layers of both kinds.
     """
 
     def of_rows(
@@ -206,12 +196,8 @@ def by_lane(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
 ) -> jax.Array:
-    """fn(query metadata, key metadata, q, k, v) of whole rows; or, where rows have lanes, of the
-    prefix and of each lane.
-
-    The queries of a lane see the prefix and their own lane, so these two are the keys: what the
-    prefix costs is not multiplied by the other lanes.
-    """
+    """fn(query metadata, key metadata, q, k, v) of whole rows; where rows have lanes, of the prefix
+    and of each lane, whose keys are the prefix and itself."""
     if not meta.lane_columns:
         return fn(meta, meta, q_BTNH, k_BTKH, v_BTKH)
     B = len(q_BTNH)
@@ -326,7 +312,7 @@ def cudnn(
     ) -> jax.Array:
         mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
         # Without a division of the batch, a vmap over its shards is around us (micro_batches).
-        kernel = flash_attention if current_rules()["batch"] else _flash_attention_under_vmap
+        kernel = _flash_attention if current_rules()["batch"] else _flash_attention_under_vmap
         k_BSKH = _repeat_heads_for_tp(k_BSKH)
         v_BSKH = _repeat_heads_for_tp(v_BSKH)
         return kernel(cfg.query_scale**-0.5, q_BTNH, k_BSKH, v_BSKH, mask_BTS)
@@ -335,13 +321,10 @@ def cudnn(
 
 
 def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
-    """Keys or values with each head repeated, side by side, until tp divides the heads:
-    [B, S, K * copies, H].
-
-    The kernels want queries, keys and values divided alike. tp divides the query heads, which are a
-    multiple of K, so they are a multiple of K * copies, too; and query head n still uses head
-    n // (N / (K * copies)).
-    """
+    """Keys or values with each head repeated, side by side, until tp divides the heads: [B, S, K *
+    copies, H]."""
+    # The kernels want queries, keys and values divided alike. tp divides the query heads, a number
+    # times K * copies, and query head n still uses head n // (N / (K * copies)).
     K = x_BSKH.shape[2]
     parts = parts_of("heads")
     copies = parts // math.gcd(K, parts)
@@ -349,7 +332,7 @@ def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
     return constrain(x_BSKH, "batch", "seq", "heads", "head_dim")
 
 
-def flash_attention(
+def _flash_attention(
     scale: float,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -371,13 +354,11 @@ def _flash_attention_under_vmap(
     v_BSKH: jax.Array,
     mask_BTS: jax.Array,
 ) -> jax.Array:
-    """`flash_attention` where a vmap computes each shard of the batch separately (micro_batches).
-
-    JAX's batching rule of the kernel takes no mask that heads share, so the rows of all shards
-    become those of one call. The backward pass runs the forward pass again, because nothing that
-    the kernel keeps can be passed on.
-    """
-    return _merge_vmapped_rows(partial(flash_attention, scale))(
+    """`_flash_attention` where a vmap computes each shard of the batch separately
+    (micro_batches)."""
+    # JAX's batching rule of the kernel takes no mask that heads share, so the rows of all shards
+    # become those of one call. The backward pass runs the forward pass again.
+    return _merge_vmapped_rows(partial(_flash_attention, scale))(
         q_BTNH, k_BSKH, v_BSKH, mask_BTS
     )
 
@@ -391,7 +372,7 @@ def _flash_vjp(
         *qkv, mask_BTS, cotangent_BTNH = arrays
 
         def of_qkv(*qkv: jax.Array) -> jax.Array:
-            return flash_attention(scale, *qkv, mask_BTS)
+            return _flash_attention(scale, *qkv, mask_BTS)
 
         _, pull_back = jax.vjp(of_qkv, *qkv)
         return pull_back(cotangent_BTNH)
@@ -405,8 +386,8 @@ _flash_attention_under_vmap.defvjp(
 
 
 def _merge_vmapped_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the
-    rows of all shards."""
+    """Wraps fn of arrays [rows, ...]: under a vmap over shards it is called once, with the rows of
+    all."""
     per_shard = jax.custom_batching.custom_vmap(fn)
 
     @per_shard.def_vmap
@@ -439,11 +420,8 @@ def splash(
     v_BTKH: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """The TPU kernel of jax.experimental.pallas, [B, T, N, H]. Arguments as of `xla`.
-
-    Scores stay on the chip, and blocks that the mask hides are skipped. interpret: runs the kernel
-    without a TPU, as tests do.
-    """
+    """The TPU kernel of jax.experimental.pallas, [B, T, N, H]. interpret: without a TPU, as tests
+    do."""
 
     def kernel(is_local: bool) -> Callable[..., jax.Array]:
         return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
@@ -524,17 +502,15 @@ def choose(
 ) -> tuple[str, str]:
     """The implementation for rows of `width` tokens, a name of IMPLEMENTATIONS, and the reason.
 
-    setting: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
-    group share one copy of their prompt. Raises ValueError if the one asked for cannot do it, and
+    setting: `training.attention`. Raises ValueError if the one asked for cannot do it,
     CannotCompile if only this machine cannot.
     """
-    if setting == "xla":
-        return "xla", "as training.attention says"
-    native = NATIVE.get(platform)
-    if setting == "auto" and native is None:
+    name = NATIVE.get(platform) if setting == "auto" else setting
+    if name is None:
         return "xla", f"the one for {platform}"
-    name = native if setting == "auto" else setting
-    why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
+    why = None
+    if name != "xla":
+        why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
     if setting != "auto":
         if why is not None:
             raise type(why)(f"attention={setting}: {why}; use auto or xla")
@@ -554,11 +530,8 @@ def obstacle(
     width: int,
     shares_prompts: bool,
 ) -> ValueError | None:
-    """Explains why the implementation `name` cannot compute this here, CannotCompile if only this
-    machine cannot; None: it can. Arguments as of `choose`.
-
-    On an NVIDIA GPU it compiles a small kernel to find out.
-    """
+    """Why the implementation `name` cannot compute this here, CannotCompile if only this machine
+    cannot; None: it can. Arguments as of `choose`."""
     if NATIVE.get(platform) != name:
         return ValueError(f"it does not run on {platform}")
     H = max(cfg.kv_shape(kind)[1] for kind in cfg.pattern)

@@ -1,10 +1,6 @@
-"""Chat templates: jinja2 programs that come with a model and write a conversation as the model was
-trained to see it.
-
-They may come from anyone. jinja2's sandbox protects the files and the process, but limits neither
-time nor memory. So a template runs in a process that has limits and can be killed
-(workers/confined.py). Only our own, which are recognised by their text, run in this process.
-"""
+"""Chat templates: jinja2 programs that come with a model. Those of anyone run in a process that has
+limits and can be killed (workers/confined.py); our own, recognised by their text, run in this
+one."""
 
 import difflib
 import json
@@ -77,8 +73,8 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     def with_variables(self, variables: dict) -> "ChatTemplate":
-        """The template with defaults for its variables, such as enable_thinking. Raises ValueError,
-        with the names that there are, for a name that the template does not read."""
+        """The template with defaults for its variables, such as enable_thinking. Raises ValueError
+        for a name that the template does not read."""
         try:
             names = json.loads(confined.ask(names_read, self.text))
         except confined.Refused as error:
@@ -99,14 +95,13 @@ class ChatTemplate:
 
     @property
     def standalone(self) -> str:
-        """The text of a template that needs no settings: it begins with the variables, which it
-        takes where a caller gives none."""
+        """The text of a template that needs no settings: it begins with defaults of the
+        variables."""
         sets = (f"{{% set {k} = {k} | default({v!r}) %}}" for k, v in self.variables.items())
         return "".join([*sets, "\n" if self.variables else "", self.text])
 
     def render(self, **values: object) -> str:
-        """Renders the template with these plain values. Raises ValueError, naming the file, if it
-        fails, or takes too long or too much memory."""
+        """Renders the template with these plain values. Raises ValueError, naming the file."""
         values = self.variables | values
         now = datetime.now()
         try:
@@ -156,8 +151,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def as_template_reads(message: dict) -> dict:
-    """A message as templates read it: without keys that are None, and with the reasoning under each
-    of its names. Raises ValueError for what is no message."""
+    """A message without keys that are None, and with the reasoning under each of its names. Raises
+    ValueError."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
     message = {
@@ -171,11 +166,8 @@ def as_template_reads(message: dict) -> dict:
 
 
 def with_read_arguments(call: object) -> dict:
-    """A tool call with its arguments as an object. Clients of OpenAI write them as the JSON text of
-    one, and templates write an object.
-
-    Raises ValueError for what is no call, or has other arguments.
-    """
+    """A tool call with its arguments as an object, also where they are its JSON text. Raises
+    ValueError."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a call has a function with a name; this is {shown(call)}")

@@ -1,21 +1,7 @@
-"""A decoder-only model as a table of weights and pure functions: Gemma 2, 3 and 4, Qwen 2.5,
-3 and 3.5, Llama 3 and its relatives.
-
-Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
-rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
-layers: "local" layers see the last `window` tokens, "global" ones see all. What families do
-differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
-2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
-
-`forward` is for training: whole rows, a scan over stacked layers or one layer after the other.
-`forward_by_layer` is for sampling, with a cache. Both are embed, `block` for each layer, norm.
-
-Layers lie in stacks, with a leading dim over them. Where all have weights of the same shapes there
-is one stack, `layers/<name>`, and whether a layer is local is data beside it; else each kind of
-layer has one, `layers/<kind>/<name>`. Training scans over the layers, so that compile time does not
-grow with depth, unless training.scan_layers=false. Sampling runs layer by layer on what
-`per_layer_params` returns.
-"""
+"""A decoder-only model as a table of weights and pure functions. Per layer: x +=
+norm(attention(norm(x))); x += norm(down(act(gate(norm(x))) * up(norm(x)))). Sources:
+arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 and 2505.09388 (Qwen), 2407.21783
+(Llama 3)."""
 
 import itertools
 from collections import Counter
@@ -28,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.imports import import_named
@@ -40,27 +24,21 @@ from tunix_lite.models.architecture import READER, Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
+from tunix_lite.models.rope import ROTATED, rope, rope_angles_by_kind
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
-    Leaf,
-    Lora,
-    Transposed,
     Weight,
-    are_quantized,
-    dense,
     fan_in,
     for_compute,
-    is_quantized,
     is_weight,
     ones,
     project,
     stacked,
     unstacked,
-    without_adapters,
     zeros,
 )
-from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
+from tunix_lite.parallel.mesh import constrain, constrain_gradient, move
 
 _EMBED_INIT = jax.nn.initializers.normal(0.02)
 # The axes of hidden states between layers.
@@ -108,10 +86,8 @@ def kind_of_layer(name: str) -> LayerKind:
 
 @cache
 def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
-    """The stack in which each layer lies: the name of its kind; None where one stack has them all.
-
-    That is so where the layers have attention and weights of the same shapes.
-    """
+    """The stack in which each layer lies: the name of its kind; None where one stack has them
+    all."""
     kinds = {*cfg.pattern, *cfg.kinds_of_weights}
     tables = [layer_weights(cfg, kind) for kind in kinds]
     if kinds <= ROTATED and all(table == tables[0] for table in tables):
@@ -121,6 +97,7 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
 
 def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
     """The stacks by name: the kind of a layer in it, and how many there are."""
+    # Layers whose weights have the same shapes lie in one stack, with a leading dim over them.
     names = stack_of_layers(cfg)
     kinds = dict(zip(names, cfg.kinds_of_weights))
     return {name: (kinds[name], count) for name, count in Counter(names).items()}
@@ -209,105 +186,6 @@ def copy_to_score(
     return jax.tree.map(copy, params, dtypes)
 
 
-def per_layer_params(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    on_cpu: bool = False,
-) -> Params:
-    """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
-    runs on.
-
-    Norms keep their dtype, as they do in training, and quantised weights their codes. on_cpu: the
-    matrices, which must not be quantised, are `Transposed`, with their adapters merged, and a layer
-    has one of them, `qkv` of N + 2 K heads, in place of q, k and v.
-    """
-
-    def cast(leaf: Leaf) -> Leaf:
-        return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
-
-    tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
-    if on_cpu:
-        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
-            # One product in place of three, which costs a CPU the most where it has few rows.
-            w |= {name: dense(x, 1, dtype) for name, x in w.items() if isinstance(x, Lora)}
-            matrices = _matrices(cfg, kind)
-            if _are_joined(cfg, kind):
-                w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
-            for name, (_, inputs) in matrices.items():
-                inputs_last = jnp.moveaxis(w[name], range(inputs), range(-inputs, 0))
-                w[name] = Transposed(inputs_last)
-    return tree
-
-
-def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
-    """The matrices of a layer, q, k and v perhaps joined: how many of their dims there are, and are
-    inputs."""
-    declared = layer_weights(cfg, kind)
-    matrices = {name: (len(w.shape), w.inputs) for name, w in declared.items() if w.inputs}
-    if _are_joined(cfg, kind):
-        matrices["qkv"], *_ = [matrices.pop(name) for name in "qkv"]
-    return matrices
-
-
-def _are_joined(cfg: Architecture, kind: str) -> bool:
-    """Whether a CPU takes q, k and v as one matrix: their heads have one width."""
-    widths = [w.shape[-1] for name, w in layer_weights(cfg, kind).items() if name in "qkv"]
-    return len(widths) == 3 and len({*widths}) == 1 and kind in ATTENTION
-
-
-def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False) -> Any:
-    """The shardings of the result of `per_layer_params`, given those of the parameters."""
-
-    def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
-        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-
-    tree = by_layer(shardings, cfg, of_layer)
-    if on_cpu:
-        # Outside of layers, adapters stay beside their base.
-        tree["layers"] = without_adapters(tree["layers"])
-        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
-            matrices = _matrices(cfg, kind)
-            if _are_joined(cfg, kind):
-                w["qkv"], *_ = [w.pop(name) for name in "qkv"]
-            for name, (dims, inputs) in matrices.items():
-                axes = (*w[name].spec, *[None] * dims)[:dims]
-                spec = P(*axes[inputs:], *axes[:inputs])
-                w[name] = Transposed(NamedSharding(w[name].mesh, spec))
-    return tree
-
-
-def are_for_cpu(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """True if sampling on this mesh takes its weights as a CPU likes them (`per_layer_params`).
-
-    On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
-    take longer than one; and a product of few rows is faster with the matrix as its first factor.
-    Where values are rounded, they stay as the trainer computes them.
-    """
-    axis = current_rules()["heads"]
-    are_whole = axis is None or mesh.shape[axis] == 1
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return on_cpu and are_whole and not is_rounded(dtype) and not are_quantized(params)
-
-
-def by_layer(
-    tree: dict,
-    cfg: Architecture,
-    of_layer: Callable[[Any, int], Any],
-) -> dict:
-    """The tree with `layers` as a list. of_layer(leaf, i): the part of layer i of a stack."""
-    layers = []
-    counts = Counter()
-    for stack in stack_of_layers(cfg):
-        # Adapters may be those of some stacks only, or of none.
-        of_stack = tree.get("layers", {})
-        of_stack = of_stack if stack is None else of_stack.get(stack, {})
-        i = counts[stack]
-        layers.append(jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), of_stack))
-        counts[stack] += 1
-    return tree | {"layers": layers}
-
-
 # ---- whole rows
 
 
@@ -325,12 +203,9 @@ def forward(
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
 
-    meta: which tokens see each other, and their positions. dtype: of the computation. remat: the
-    values that the forward pass keeps for the backward pass, a name of REMAT. attend: one of
-    attention.IMPLEMENTATIONS. reduce_dtype: type in which the gradients of the layers are summed
-    over the mesh, as weights.for_compute takes it. tp_reduce_dtype: type of the two sums of a layer
-    over tp, as weights.project takes it. scan_layers: the program has one layer and runs it in a
-    loop; else it has all of them, which takes longer to compile and less to run.
+    remat: a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype: as
+    weights.for_compute takes it; tp_reduce_dtype: as weights.project takes it. scan_layers: the
+    program has one layer and runs it in a loop; else it has all of them.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
     if not scan_layers:
@@ -431,10 +306,7 @@ def _scan_layers(
     per_layer_LBTP: jax.Array | None,
     policy: Callable[..., bool] | None,
 ) -> jax.Array:
-    """The hidden states after all layers, by scans over them.
-
-    layer: as `forward` makes it. policy: one of REMAT.
-    """
+    """The hidden states after all layers, by scans over them. layer: as `forward` makes it."""
 
     # Where all layers of a stack are of one kind, it is known while compiling.
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
@@ -499,10 +371,8 @@ def _scan_periods(
     x_BTD: jax.Array,
     trees: Params,
 ) -> jax.Array:
-    """The hidden states after layers of these stacks, by scans over them.
-
-    bodies: by stack, one layer, for a scan. trees: by stack, the arrays of its layers.
-    """
+    """The hidden states after layers of these stacks, by scans. bodies, trees: of one layer, by
+    stack."""
 
     def in_order(part: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
@@ -586,15 +456,11 @@ def forward_by_layer(
     states: Sequence[Any] | None = None,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
-    layer keeps, in a list.
+    layer keeps.
 
-    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
-    [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
-    the cache of their keys and values. A layer that reads those of another one gives q alone.
-    tp_reduce_dtype: as `forward` takes it. attend_norms: as Surroundings has it. products: None
-    has plain ones. angles: of the positions, by kind of layer; None: they are computed here.
-    sequences, states: what recurrent layers read, as Surroundings has it; states by layer, None:
-    the sequences begin with these tokens.
+    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
+    layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:
+    they are made here. attend_norms, sequences, states: as Surroundings has them, states by layer.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
@@ -638,7 +504,7 @@ def per_layer_inputs(
     w: dict[str, Any], cfg: Architecture, tokens_BT: jax.Array, x_BTD: jax.Array
 ) -> jax.Array:
     """What each layer has of its own for each token, [L, B, T, P]: a row of a table, and a
-    projection of the embeddings x, each of about length sqrt(P).
+    projection of x.
 
     w: table, project (ready for `project`) and norm.
     """
@@ -664,11 +530,6 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VD[tokens_BT]
 
 
-def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, tuple]:
-    # The backward pass reads only the shape and the dtype of the table.
-    return table_VD[tokens_BT], (table_VD, tokens_BT)
-
-
 def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Array, None]:
     table_VD, tokens_BT = residuals
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
@@ -676,7 +537,8 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
     return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+# The backward pass reads only the shape and the dtype of the table.
+_lookup.defvjp(lambda *arrays: (_lookup(*arrays), arrays), _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
@@ -716,8 +578,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplies activations with the weights of a layer. Decoding may have kernels of its own for
-    it (kernels/decode_products.py).
+    """Multiplies activations with the weights of a layer; kernels/decode_products.py has another
+    one.
 
     Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
     """
@@ -749,9 +611,6 @@ class Products:
         return x_BTD
 
 
-PLAIN = Products()
-
-
 def block(
     x_BTD: jax.Array,
     w: dict[str, Any],
@@ -759,10 +618,8 @@ def block(
     mix: Callable[..., tuple[jax.Array, Any]],
     around: Surroundings,
 ) -> tuple[jax.Array, Any]:
-    """The hidden states after one layer, [B, T, D], and what its kind keeps of it.
-
-    w: the weights of the layer, ready for `project`. mix: of its LayerKind.
-    """
+    """The hidden states after one layer, [B, T, D], and what its kind keeps. mix: of its
+    LayerKind."""
     # Attention, or what is in its place.
     normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
@@ -775,7 +632,9 @@ def block(
     # Feed-forward.
     normed_BTD = norm(x_BTD, w["mlp_norm"], cfg) if cfg.pre_norms else x_BTD
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
-    fed_BTD = gated_mlp(normed_BTD, w, cfg, around.products)
+    hidden_BTF = around.products.gated(normed_BTD, w, cfg.activation)
+    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
+    fed_BTD = constrain(around.products.down(hidden_BTF, w), *_RESIDUAL)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
@@ -854,7 +713,6 @@ def attention_part(
 
 # Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated
 # one sees them without rotary positions.
-ROTATED = {"local", "global"}
 ATTENTION = ROTATED | {"unrotated"}
 LAYER_KINDS = {
     kind + end: LayerKind(partial(attention_weights, kind=kind + end), attention_part)
@@ -867,18 +725,8 @@ LAYER_KINDS = {
 
 
 def is_local(kind: str) -> bool:
-    """Whether layers of this kind see a window of tokens, those among them that read the keys and
-    values of another layer."""
+    """Whether layers of this kind see a window of tokens."""
     return kind.removesuffix(READER) == "local"
-
-
-def gated_mlp(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, products: Products = PLAIN
-) -> jax.Array:
-    """The feed-forward of one layer, [B, T, D]: down(activation(gate(x)) * up(x))."""
-    hidden_BTF = products.gated(x_BTD, w, cfg.activation)
-    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    return constrain(products.down(hidden_BTF, w), *_RESIDUAL)
 
 
 def norm(
@@ -886,8 +734,8 @@ def norm(
     scale: jax.Array | None,
     cfg: Architecture,
 ) -> jax.Array:
-    """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma 2 and 3), if
-    there is one."""
+    """RMS norm over the last dim, times the scale (1 + scale for Gemma 2 and 3), if there is
+    one."""
     x_wide = wide(x)
     mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
     normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
@@ -903,77 +751,3 @@ def _norm_heads(x_BTNH: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.A
         return norm(x_BTNH, scale, cfg)
     flat = x_BTNH.reshape(*x_BTNH.shape[:-2], -1)
     return norm(flat, scale, cfg).reshape(x_BTNH.shape)
-
-
-# ---- rotary positions
-
-
-def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str, Angles]:
-    """`rope_angles`, by kind of attention. Layers of other kinds may read those of global ones."""
-    kinds = dict.fromkeys(kind if kind in ROTATED else "global" for kind in cfg.pattern)
-    return {kind: rope_angles(cfg, positions_BT, kind) for kind in kinds}
-
-
-def rope_angles(
-    cfg: Architecture,
-    positions_BT: jax.Array,
-    kind: str,
-) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, elements of a head that turn / 2] each, float32
-    (float64 where JAX has it): to the last places of the dtype at every position below 2^26. With
-    Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
-    frequency, amplitude = cfg.rope(kind)
-    positions_BT11 = positions_BT[..., None, None]
-    sin, cos = _sin_cos(positions_BT11, frequency)
-    if amplitude != 1:
-        sin, cos = sin * amplitude, cos * amplitude
-    if cfg.yarn is not None and cfg.yarn.query_growth:
-        times = positions_BT11 // cfg.yarn.original_positions
-        return sin, cos, 1 + cfg.yarn.query_growth * jnp.log1p(times.astype(sin.dtype))
-    return sin, cos
-
-
-def _sin_cos(positions_BT11: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    if jnp.asarray(frequency).dtype == jnp.float64:
-        return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
-
-    # float32 has no digits for a large angle: at 131,072 radians it is off by 0.008. So the angle
-    # is the nearest quarter of a turn and a rest of at most pi/4, exact by integers.
-    turn = turned(positions_BT11, frequency / (2 * np.pi))
-    quarter = (turn + np.uint32(2**29)) >> 30
-    rest = (turn - (quarter << 30)).astype(jnp.int32) * np.float32(2 * np.pi / 2**32)
-    sin = jnp.sin(rest)
-    cos = jnp.cos(rest)
-    is_odd = quarter % 2 == 1
-    sin, cos = jnp.where(is_odd, cos, sin), jnp.where(is_odd, sin, cos)
-    is_left = (quarter == 1) | (quarter == 2)
-    return jnp.where(quarter >= 2, -sin, sin), jnp.where(is_left, -cos, cos)
-
-
-def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
-    """positions * turns without the whole turns, in 2^-32 of a turn, uint32. turns: float64."""
-    # The turns of one token with 64 bits after the point, in two words. uint32 drops what is above
-    # its 32 bits: whole turns.
-    scaled = turns % 1 * 2.0**32
-    high = scaled.astype(np.uint32)
-    low = (scaled % 1 * 2.0**32).astype(np.uint32)
-    count = positions.astype(jnp.uint32)
-    # What count * low carries into the word above, by halves of words, as no type has 64 bits. The
-    # lowest of the four products is left out: it is less than one unit.
-    count_high = count >> 16
-    count_low = count & 0xFFFF
-    carried = (count_low * (low >> 16) >> 16) + (count_high * (low & 0xFFFF) >> 16)
-    return count * high + count_high * (low >> 16) + carried
-
-
-def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """x with rotary positions: of the first elements of a head, as many as there are angles twice,
-    i and i + half of them turn together. The others stay."""
-    sin, cos = angles
-    num_turned = 2 * sin.shape[-1]
-    if num_turned < x_BTNH.shape[-1]:
-        x_BTNH, rest = jnp.split(x_BTNH, [num_turned], axis=-1)
-        return jnp.concatenate([rope(x_BTNH, angles), rest], axis=-1)
-    first, second = jnp.split(wide(x_BTNH), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return stored(turned, x_BTNH.dtype)

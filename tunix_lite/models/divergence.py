@@ -1,21 +1,7 @@
-"""Divergence between the distributions of two models at each token, without ever holding the logits
-of all tokens over the vocabulary, of one model or of both.
-
-With p of the student and q of the teacher, both over the whole vocabulary, for each token
-
-    forward         KL(q || p) = sum_v q_v (log q_v - log p_v)
-    reverse         KL(p || q) = sum_v p_v (log p_v - log q_v)
-    jensen_shannon  b KL(q || m) + (1 - b) KL(p || m),  m = b q + (1 - b) p   (b: `mix`)
-
-or over the k likeliest tokens of the teacher and one bin for all others (arXiv:2306.13649 for the
-three, arXiv:2601.20802 for the bin). The teacher has no gradient.
-
-The blocks and letters are those of models/vocabulary.py. Each is a sum over v of a function of log
-p_v and log q_v, with the slope f_v by log p_v: d s_v = g (f_v - p_v sum_u f_u). So there are two
-passes over the blocks for the value (the logarithms of the totals, then the sums), and one for the
-gradient, and in each only a block of both models' logits exists. K is the tokens of a list of
-tokens.
-"""
+"""Divergence between two models at each token: KL(q || p), KL(p || q) or Jensen-Shannon, over the
+whole vocabulary or over the k likeliest tokens of the teacher and one bin for all others
+(arXiv:2306.13649, arXiv:2601.20802). Only a block of both models' logits exists at once
+(models/vocabulary.py)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +67,7 @@ def head_divergence(
 ) -> jax.Array:
     """[B, M] float32, in nats: over the whole vocabulary, which is the same of both.
 
-    hidden, table: as vocabulary.token_scores takes them, E the embedding of the teacher. The
-    gradient is that by the student's.
+    hidden, table: as vocabulary.token_scores takes them, E the embedding of the teacher.
     """
     # both models have the same parts of the vocabulary
     specs = (student, teacher)
@@ -244,10 +229,7 @@ def list_divergence(
     tokens_BMK: jax.Array,
     teacher_logprobs: jax.Array,
 ) -> jax.Array:
-    """[B, M] float32, in nats: over the tokens of a list and one bin for all others.
-
-    teacher_logprobs: [B, M, K + 1], the last that of all others together.
-    """
+    """[B, M] float32, in nats: over the tokens of a list and one bin for all others."""
     table_NPSD = table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
     logprobs = _logprobs_of(student, hidden_BMD, table_NPSD, tokens_BMK)
     return jnp.sum(kind.of(logprobs, teacher_logprobs)[0], axis=-1)
@@ -286,8 +268,8 @@ def _spread(places: jax.Array, values: jax.Array, size: int) -> jax.Array:
 def _list_forward(
     spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The log-probabilities, and the logarithms of the total of all tokens and of those that are
-    not in the list, [B, M]. One less what is in the list would have few digits."""
+    """The log-probabilities, and the logarithms of the total of all tokens and of those not in the
+    list."""
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
     chosen = jnp.zeros((*zeros.shape, tokens_BMK.shape[-1]), zeros.dtype)
 

@@ -1,10 +1,5 @@
 """The Hugging Face layout of each family of models: its `config.json`, and the names of its
-tensors.
-
-A family is a `Family`: which flags of `Architecture` its models share, how fields map to keys of
-config.json, and the names of its tensors. What a config.json asks for and the decoder does not
-compute is an error, never dropped in silence.
-"""
+tensors. What a config.json asks for and the decoder does not compute is an error."""
 
 import math
 import re
@@ -44,6 +39,14 @@ YARN_KEYS = {
     "beta_slow": "beta_slow",
     "amplitude": "attention_factor",
     "query_growth": "llama_4_scaling_beta",
+}
+# Field that a message of Architecture, or of what it holds, names -> key of a rope object.
+ROPE_KEYS = {field: key for field, key in YARN_KEYS.items() if field != key} | {
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+    "long_positions": MOST,
+    "rope_theta_global": "rope_theta",
+    "rope_theta_local": "rope_theta",
 }
 # Field of Architecture -> key of config.json.
 KEYS = {
@@ -123,11 +126,12 @@ ONE_SHAPE = {
 
 
 def _local_by_list(hf: dict) -> list[str]:
-    """The kind of every layer of a config.json: of `layer_types` if given, else of Qwen's two keys,
-    else global. Raises ValueError for a list that does not fit."""
+    """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global."""
     count = hf["num_hidden_layers"]
-    has_windows = hf.get("use_sliding_window")
-    first_local = hf.get("max_window_layers", count) if has_windows else count
+    has_windows = _number(hf.get("use_sliding_window") or False, "use_sliding_window", bool)
+    first_local = count
+    if has_windows:
+        first_local = _number(hf.get("max_window_layers", count), "max_window_layers", int)
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
@@ -173,8 +177,8 @@ def _all_local(hf: dict) -> list[str]:
 
 
 def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """Like `_local_by_list`, but without a list every nth layer is global; n may be overridden by
-    `sliding_window_pattern`."""
+    """Like `_local_by_list`, but without a list every nth layer, or every
+    `sliding_window_pattern`th."""
 
     def kinds(hf: dict) -> list[str]:
         pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
@@ -213,6 +217,13 @@ def _gemma4_keys(hf: dict) -> dict:
         hf["global_head_dim"] = own.get("head_dim", hf["head_dim"])
         hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
     elif not hf["attention_k_eq_v"]:
+        # transformers takes num_key_value_heads then, whatever this key says.
+        heads = hf["num_key_value_heads"]
+        if (own := hf["num_global_key_value_heads"]) not in (None, heads):
+            raise ValueError(
+                f"num_global_key_value_heads={shown(own)} beside attention_k_eq_v=false, with "
+                f"which these layers have num_key_value_heads={shown(heads)}; delete that key"
+            )
         hf["num_global_key_value_heads"] = None
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported")
@@ -226,8 +237,8 @@ def _gemma4_keys(hf: dict) -> dict:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """The layout of one family. A new family that needs no new computation is just an object of
-    this class.
+    """The layout of one family. A new one that needs no new computation is just an object of this
+    class.
 
     Example: `LLAMA`, below.
     """
@@ -236,24 +247,23 @@ class Family:
     model_type: str  # in config.json
     architecture: str  # the class in transformers
     flags: dict[str, Any]  # fields of Architecture that all its models share
-    names: dict[
-        str, str
-    ]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
+    # our name of a layer's weight -> the tensor's, within model.layers.<i>.
+    names: dict[str, str]
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
     # key -> the value that it must have if config.json has it
     fixed: dict[str, Any] = field(default_factory=dict)
     # key -> its value where config.json leaves it out
     absent: dict[str, Any] = field(default_factory=dict)
-    kinds: Callable[[dict], list[str]] = (
-        _local_by_list  # config.json -> the kind of every layer
-    )
+    # config.json -> the kind of every layer
+    kinds: Callable[[dict], list[str]] = _local_by_list
     has_windows: bool = True  # config.json lists the kinds of layers
     types: dict[Any, str] = field(default_factory=lambda: KINDS)  # under these names
     kinds_key: str = "layer_types"  # in this list
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     ropes: tuple[str, ...] = ("default", "linear", "llama3")  # values of rope_type
-    # model_type of models that hold one of this family as their text part
-    wrapper: str | None = None
+    wrapper: str | None = (
+        None  # model_type of models that hold one of this family as text part
+    )
     # beginnings of the tensor names of such models, in place of our "model."
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
@@ -262,16 +272,11 @@ class Family:
     respelled: Callable[[dict], dict] = dict
 
 
-GEMMA = {
-    "activation": "gelu",
-    "embed_scale": True,
-    "norm_plus_one": True,
-    "post_norms": True,
-    "qkv_bias": False,
-    "attn_gate": False,
-    "rope_share": 1.0,
-    "delta": None,
-} | ONE_SHAPE
+def _but(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The same without these names."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
 LLAMA_LIKE = {
     "activation": "silu",
     "embed_scale": False,
@@ -283,6 +288,15 @@ LLAMA_LIKE = {
     "rope_share": 1.0,
     "delta": None,
 } | ONE_SHAPE
+GEMMA = _but(LLAMA_LIKE, "attn_softcap", "final_softcap") | {
+    "activation": "gelu",
+    "embed_scale": True,
+    "norm_plus_one": True,
+    "post_norms": True,
+    "qkv_bias": False,
+}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+_UNTIED = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 GEMMA2 = Family(
     name="gemma2",
     model_type="gemma2",
@@ -296,14 +310,20 @@ GEMMA2 = Family(
         "attn_softcap": "attn_logit_softcapping",
         "final_softcap": "final_logit_softcapping",
     },
-    fixed={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "use_bidirectional_attention": False,
-    },
-    absent={"tie_word_embeddings": True, "rope_theta": 10_000.0},
+    fixed=_GELU | {"use_bidirectional_attention": False},
+    absent=_UNTIED | {"tie_word_embeddings": True},
     kinds=_every_nth_global(2),
 )
+# The config.json of published models may have only values that differ from these.
+_OF_GEMMA = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
 GEMMA3 = Family(
     name="gemma3",
     model_type="gemma3_text",
@@ -311,24 +331,16 @@ GEMMA3 = Family(
     flags=GEMMA | {"qk_norm": True, "attn_softcap": None, "final_softcap": None},
     names=NAMES | POST_NORMS | QK_NORMS,
     keys=KEYS | {"window": "sliding_window", "query_scale": "query_pre_attn_scalar"},
-    fixed={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
+    fixed=_GELU
+    | {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     },
-    # The config.json of published 4B to 27B models has only values that differ from these.
-    absent={
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
+    absent=_OF_GEMMA
+    | {
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     },
@@ -355,21 +367,15 @@ GEMMA4 = Family(
     name="gemma4",
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    flags={
-        "activation": "gelu",
-        "embed_scale": True,
+    flags=_but(GEMMA, *ONE_SHAPE)
+    | {
         "norm_plus_one": False,
-        "post_norms": True,
         "qk_norm": True,
         "value_norm": True,
         "layer_scalar": True,
         "query_scale": 1,
-        "qkv_bias": False,
-        "attn_gate": False,
         "attn_softcap": None,
-        "rope_share": 1.0,
         "rope_scaling": None,
-        "delta": None,
     },
     names=NAMES | POST_NORMS | QK_NORMS | PER_LAYER | {"layer_scalar": "layer_scalar"},
     optional=frozenset({*PER_LAYER, "k", "v", "k_norm"}),
@@ -385,28 +391,18 @@ GEMMA4 = Family(
         "per_layer_dim": "hidden_size_per_layer_input",
     },
     # Experts are those of 26B-A4B.
-    fixed={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "enable_moe_block": False,
-    },
-    # The config.json of a text part may have only values that differ from these.
-    absent={
+    fixed=_GELU | {"enable_moe_block": False},
+    absent=_OF_GEMMA
+    | {
         "vocab_size": 262_144,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "global_head_dim": 512,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
         "num_kv_shared_layers": 0,
         "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 256,
-        "rms_norm_eps": 1e-6,
         "sliding_window": 512,
         "final_logit_softcapping": None,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": True,
         "rope_parameters": _ROPE_OF_GEMMA4,
     },
     kinds=_every_nth_global(6),
@@ -428,9 +424,9 @@ GEMMA4_UNIFIED = replace(
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
     flags=GEMMA4.flags | {"per_layer_dim": 0},
-    names={name: of for name, of in GEMMA4.names.items() if name not in PER_LAYER},
-    keys={name: key for name, key in GEMMA4.keys.items() if name != "per_layer_dim"},
-    fixed={key: value for key, value in GEMMA4.fixed.items() if key != "enable_moe_block"},
+    names=_but(GEMMA4.names, *PER_LAYER),
+    keys=_but(GEMMA4.keys, "per_layer_dim"),
+    fixed=_GELU,
     absent=GEMMA4.absent
     | {
         "sliding_window": 1024,
@@ -448,7 +444,7 @@ QWEN2 = Family(
     names=NAMES | QKV_BIASES,
     keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu"},
-    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    absent=_UNTIED,
 )
 QWEN3 = replace(
     QWEN2,
@@ -463,25 +459,13 @@ QWEN3_5 = Family(
     name="qwen3_5",
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    flags={
-        "activation": "silu",
-        "embed_scale": False,
-        "norm_plus_one": True,
-        "post_norms": False,
-        "qk_norm": True,
-        "qkv_bias": False,
-        "attn_gate": True,
-        "attn_softcap": None,
-        "final_softcap": None,
-        "rope_scaling": None,
-    }
-    | ONE_SHAPE,
+    flags=_but(QWEN3.flags, "rope_share", "delta")
+    | {"norm_plus_one": True, "attn_gate": True},
     names=NAMES | QK_NORMS | DELTA,
     keys=KEYS | DELTA_KEYS,
-    fixed={"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True},
-    absent={
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
+    fixed=QWEN3.fixed | {"attn_output_gate": True},
+    absent=_UNTIED
+    | {
         "partial_rotary_factor": 0.25,
         "head_dim": 256,
         "linear_num_key_heads": 16,
@@ -493,7 +477,7 @@ QWEN3_5 = Family(
     kinds=_hybrid,
     types=HYBRID_KINDS,
     wrapper="qwen3_5",
-    prefixes=("model.language_model.",),
+    prefixes=GEMMA4.prefixes,
     # Layers that predict more tokens at once, and the vision part.
     ignored=("mtp.", "model.visual."),
 )
@@ -505,7 +489,7 @@ LLAMA = Family(
     | {"qkv_bias": False, "qk_norm": False, "pattern": ("global",), "window": None},
     names=NAMES,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    absent=_UNTIED,
     has_windows=False,
 )
 MISTRAL = replace(
@@ -513,10 +497,10 @@ MISTRAL = replace(
     name="mistral",
     model_type="mistral",
     architecture="MistralForCausalLM",
-    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False},
-    keys=KEYS | {"window": "sliding_window"},
-    fixed={"hidden_act": "silu"},
-    absent=LLAMA.absent | {"num_key_value_heads": 8, "sliding_window": 4096, MOST: 131_072},
+    flags=_but(LLAMA.flags, "pattern", "window"),
+    keys=QWEN2.keys,
+    fixed=QWEN2.fixed,
+    absent=_UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096, MOST: 131_072},
     kinds=_all_local,
     ropes=("default",),
 )
@@ -525,8 +509,8 @@ MINISTRAL3 = replace(
     name="ministral3",
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    fixed={"hidden_act": "silu", "sliding_window": None},
-    absent=LLAMA.absent | {"num_key_value_heads": 8, "head_dim": 128},
+    fixed=QWEN2.fixed | {"sliding_window": None},
+    absent=_UNTIED | {"num_key_value_heads": 8, "head_dim": 128},
     ropes=("yarn",),
     wrapper="mistral3",
     prefixes=GEMMA3.prefixes,
@@ -537,31 +521,25 @@ PHI3 = replace(
     name="phi3",
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    flags={name: value for name, value in MISTRAL.flags.items() if name != "rope_share"},
+    flags=_but(MISTRAL.flags, "rope_share"),
     # Several weights in one tensor: the rows of the first, then those of the next.
     names=NAMES
     | dict.fromkeys("qkv", "self_attn.qkv_proj.weight")
     | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
     fixed=LLAMA.fixed | {"lm_head_bias": False},
-    absent=LLAMA.absent | {MOST: 4096, LENGTH: 4096},
+    absent=_UNTIED | {MOST: 4096, LENGTH: 4096},
     ropes=("default", "longrope"),
 )
 OLMO3 = replace(
-    LLAMA,
+    MISTRAL,
     name="olmo3",
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    flags=LLAMA_LIKE
-    | {"pre_norms": False, "post_norms": True, "qkv_bias": False}
-    | {"qk_norm": True, "qk_norm_whole": True},
-    names={
-        name: tensor
-        for name, tensor in (NAMES | POST_NORMS | QK_NORMS).items()
-        if name not in ("attn_norm", "mlp_norm")
-    },
-    keys=KEYS | {"window": "sliding_window"},
-    fixed={"hidden_act": "silu", "attention_bias": False},
-    absent=LLAMA.absent | {"rope_theta": 500_000.0, "sliding_window": 4096},
+    flags=MISTRAL.flags
+    | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
+    names=_but(NAMES | POST_NORMS | QK_NORMS, "attn_norm", "mlp_norm"),
+    fixed=QWEN3.fixed,
+    absent=_UNTIED | {"rope_theta": 500_000.0, "sliding_window": 4096},
     kinds=_every_nth_global(4),
     has_windows=True,
     rope_by_kind=True,
@@ -572,7 +550,7 @@ SMOLLM3 = replace(
     name="smollm3",
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False, "window": None},
+    flags=_but(LLAMA.flags, "pattern"),
     fixed=LLAMA.fixed | {"use_sliding_window": False},
     absent={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
     kinds=_unrotated_by_list,
@@ -666,7 +644,10 @@ def _in_keys(message: str, family: Family) -> str:
     keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
     names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
     fields_in_text = rf"\b({names})\b(?==| is not given)"
-    return re.sub(fields_in_text, lambda field: keys[field[1]], message)
+    message = re.sub(fields_in_text, lambda field: keys[field[1]], message)
+    # Fields of rope objects are no words of other messages.
+    names = "|".join(ROPE_KEYS)
+    return re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
 
 
 def _config_from(hf: dict, family: Family) -> Architecture:
@@ -794,7 +775,8 @@ def _one_rope(
     config: dict, family: Family, newer: dict, kind: str, theta_key: str, scaling: dict
 ) -> dict:
     """The rope object of one kind of layer, out of both spellings. Raises ValueError if they
-    differ: programs that read config.json do not agree on which one counts."""
+    differ."""
+    # Programs that read config.json do not agree on which one counts.
     if "full_attention" in newer:
         newer = _object(newer[kind], f"rope_parameters.{kind}")
     older = {"rope_theta": config.get(theta_key), **scaling}
@@ -818,12 +800,18 @@ def _one_rope(
 
 
 def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
-    """The field of Architecture that stretches wavelengths as one rope object of a config.json
-    says; {}: nothing does. Raises ValueError."""
+    """The field of Architecture that stretches wavelengths as a rope object says; {}: nothing
+    does."""
     kind = rope.get("rope_type", "default")
+    *most, last = family.ropes
+    names = f"{', '.join(most)} or {last}" if most else last
+    stretches = rope.keys() & {"factor", "short_factor", "long_factor"}
+    if stretches and "rope_type" not in rope:
+        key = min(stretches)
+        raise ValueError(
+            f"{key}={shown(rope[key])} has no rope_type beside it; add that key, which is {names}"
+        )
     if kind not in family.ropes:
-        *most, last = family.ropes
-        names = f"{', '.join(most)} or {last}" if most else last
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
 
     def number(key: str, kind: type = float) -> Any:
@@ -907,8 +895,8 @@ def as_computed(cfg: Architecture) -> Architecture:
 
 
 def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
-    """The config.json of an architecture, which `read_config` and transformers read. `more` is
-    added, such as token ids. Raises ValueError if `cfg` is not of the family."""
+    """The config.json of an architecture, with `more` added. Raises ValueError if it is not of the
+    family."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
 
@@ -962,11 +950,10 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
 
 
 def architecture_differences(one: Architecture, other: Architecture) -> list[str]:
-    """The fields in which two architectures differ, as text: "head_dim=64 against 128".
+    """The fields in which two architectures differ, floats in float32: "head_dim=64 against
+    128"."""
 
-    Floats are compared in float32, as some files hold them: 1e-06 is 9.999999974752427e-07 there.
-    """
-
+    # Some files hold floats so: 1e-06 is 9.999999974752427e-07 there.
     def as_float32(value: object) -> object:
         return np.float32(value) if isinstance(value, float) else value
 

@@ -1,17 +1,11 @@
-"""The gated delta net, a recurrent kind of layer (arXiv:2412.06464), as Qwen 3.5 has it.
-
-A short convolution over the last tokens gives queries, keys and values. Each value head keeps a
-matrix S [key_dim, value_dim] of float32, zero before a sequence. For each token
+"""The gated delta net, a recurrent kind of layer (arXiv:2412.06464), as Qwen 3.5 has it. Each value
+head keeps a matrix S [key_dim, value_dim] of float32, zero before a sequence. For each token
 
     S <- e^g S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q;   y = norm(o) * silu(z)
 
-with k and q of length 1, q divided by sqrt(key_dim), beta = sigmoid(b), and
-g = -exp(decay) softplus(a + step_bias). Rows are computed in chunks: within a chunk by products of
-matrices (arXiv:2406.06484), from chunk to chunk by S. A chunk may hold several sequences; none of
-them reads what another left in S or in the convolution. One token alone takes the formula above.
-
-Letters beside those of types.py: K key heads, V value heads, each key head serves V / K neighbours
-of them; C queries, keys and values of a key head, side by side; n chunks; i, j tokens of a chunk.
+with k and q of length 1, beta = sigmoid(b), and g = -exp(decay) softplus(a + step_bias). Rows are
+computed in chunks (arXiv:2406.06484). Letters beside those of types.py: K key heads, V value heads;
+C queries, keys and values of a key head, side by side; n chunks; i, j tokens of a chunk.
 """
 
 from functools import cache, partial
@@ -45,10 +39,8 @@ class DeltaState:
     [4, 16, 3, 384].
     """
 
-    # S, [B, V, key_dim, value_dim], float32
-    memory: jax.Array
-    # what the convolution reads of the last tokens, [B, K, taps - 1, C]
-    inputs: jax.Array
+    memory: jax.Array  # S, [B, V, key_dim, value_dim], float32
+    inputs: jax.Array  # what the convolution reads of the last tokens, [B, K, taps - 1, C]
 
 
 def state_shapes(cfg: Architecture, rows: int, dtype: DTypeLike) -> DeltaState:
@@ -138,8 +130,7 @@ class Rows:
     Example: of 2 rows of 8 tokens and 4 value heads, beta is [2, 8, 4].
     """
 
-    # [B, T, K, C]
-    qkv: jax.Array
+    qkv: jax.Array  # [B, T, K, C]
     # [B, T, V] each: g, and beta
     log_decay: jax.Array
     beta: jax.Array
@@ -147,36 +138,32 @@ class Rows:
 
     @property
     def numbers(self) -> jax.Array:
-        """A number for each token that its sequence has and no other of the row, [B, T]. Padding
-        has that of the sequence before it."""
+        """A number for each token that its sequence has and no other of the row, [B, T]."""
         of_segment = self.sequences.segments
         if self.sequences.completion_ids is not None:
             of_segment = of_segment * of_segment.shape[1] + self.sequences.completion_ids
-        # Sequences stand in ascending order (learner/packing.py).
+        # Sequences stand in ascending order (learner/packing.py); padding has the number before it.
         return jax.lax.cummax(of_segment, axis=1)
 
 
 @flax.struct.dataclass
 class Prompts:
-    """What sequences that begin in these rows go on from: prompts in other rows.
+    """What sequences that begin in these rows go on from: prompts in other rows, S as the sum of k
+    u^T.
 
-    S at the end of a prompt is the sum of k u^T over its tokens, with k as it has decayed by then.
     Example: 2 rows of 8 tokens of prompts and 4 value heads of 16: u is [2, 8, 4, 16].
     """
 
-    # [B, P, V, key_dim], with that decay
-    k: jax.Array
-    # [B, P, V, value_dim]
-    u: jax.Array
-    # [B, P]
-    segments: jax.Array
+    k: jax.Array  # [B, P, V, key_dim], with that decay
+    u: jax.Array  # [B, P, V, value_dim]
+    segments: jax.Array  # [B, P]
 
 
 def _rows(
     rows: Rows, conv_KCt: jax.Array, net: DeltaNet, state: DeltaState | None
 ) -> tuple[jax.Array, DeltaState, jax.Array, jax.Array | None]:
-    """o of the tokens, [B, T, V, value_dim], float32; the state after the last token; and of the
-    tokens k, and u, what each has written into S (None for one token alone)."""
+    """o of the tokens, [B, T, V, value_dim]; the state after the last; k; and u, what each has
+    written into S (None for one token alone)."""
     B, T, K, C = rows.qkv.shape
     memory = None if state is None else state.memory
     before_BKtC = jnp.zeros((B, K, net.taps - 1, C)) if state is None else state.inputs
@@ -246,7 +233,7 @@ def _taps(
     extended: jax.Array, numbers: jax.Array, net: DeltaNet
 ) -> list[tuple[jax.Array, jax.Array]]:
     """What stands 0, 1, 2 ... tokens before each token, [B, T, K, C]; and whether it is of the same
-    sequence, [B, T, 1, 1]. extended, numbers: with taps - 1 tokens before the first."""
+    sequence. extended, numbers: with taps - 1 tokens before the first."""
     ahead = net.taps - 1
     T = numbers.shape[1] - ahead
     taps = []
@@ -293,8 +280,8 @@ def _delta_rule(
     memory: jax.Array | None = None,
     prompts: Prompts | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """o [B, T, V, value_dim] of rows, S after the last token, and what each token has written into
-    S, u [B, T, V, value_dim].
+    """o [B, T, V, value_dim] of rows, S after the last token, and u, what each token has written
+    into S.
 
     memory: S before the first token, if the rows go on. prompts: where the sequences begin.
     """
@@ -378,31 +365,40 @@ def _delta_rule(
 
 @jax.custom_vjp
 def _inverse(below: jax.Array) -> jax.Array:
-    """(1 + below)^-1 of matrices [..., size, size] that have values below their diagonal only.
+    """(1 + below)^-1 of matrices [..., size, size] that have values below their diagonal only."""
+    # By blocks of twice the size in each round, so it is made of products, which a mesh can divide.
+    # A series of powers of `below` would need fewer, but its terms grow large and cancel out.
+    # Blocks are cut by slices: a TPU's memory has 128 numbers for each row, so a reshape of the
+    # matrix to small blocks would take up to 64 times its bytes.
+    size = below.shape[-1]
 
-    By blocks of twice the size in each round, so it is made of products, which a mesh can divide.
-    A series of powers of `below` would need fewer, but its terms grow large and cancel out.
-    """
-    *batch, size, _ = below.shape
-    blocks = jnp.ones((*batch, size, 1, 1), below.dtype)
-    half = 1
+    def along_diagonal(width: int, row: int, half: int) -> jax.Array:
+        corners = [
+            below[..., i + row : i + row + half, i : i + half] for i in range(0, size, width)
+        ]
+        return jnp.stack(corners, axis=-3)
+
+    def product(*factors: jax.Array) -> jax.Array:
+        return _einsum("...ij,...jk,...kl->...il", *factors)
+
+    # Blocks of up to 8, whole: X <- X - X C X, where C is the lower left quarter of those of twice
+    # the size.
+    half = min(8, size)
+    inner = along_diagonal(half, 0, half)
+    place = np.arange(half)
+    blocks = jnp.where(place[:, None] == place, jnp.ones_like(inner), 0)
+    for quarter in (1, 2, 4):
+        is_same_block = place[:, None] // (2 * quarter) == place // (2 * quarter)
+        is_corner = is_same_block & (place[:, None] // quarter > place // quarter)
+        blocks = blocks - product(blocks, jnp.where(is_corner, inner, 0), blocks)
     while half < size:
-        count = size // (2 * half)
-        parts = below.reshape(*batch, count, 2 * half, count, 2 * half)
-        diagonal = jnp.moveaxis(jnp.diagonal(parts, axis1=-4, axis2=-2), -1, -3)
         upper = blocks[..., 0::2, :, :]
         lower = blocks[..., 1::2, :, :]
-        corner = _einsum("...ij,...jk->...ik", lower, diagonal[..., half:, :half])
-        corner = -_einsum("...ij,...jk->...ik", corner, upper)
+        corner = -product(lower, along_diagonal(2 * half, half, half), upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         blocks = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
         half *= 2
     return blocks.squeeze(-3)
-
-
-def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = _inverse(below)
-    return inverse, inverse
 
 
 def _inverse_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -410,6 +406,6 @@ def _inverse_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Arr
     return (-_einsum("...ij,...kj->...ik", across, inverse),)
 
 
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+_inverse.defvjp(lambda below: (_inverse(below),) * 2, _inverse_backward)
 
 GATED_DELTA_NET = LayerKind(delta_weights, mix, state_shapes)

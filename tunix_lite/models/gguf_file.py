@@ -1,9 +1,6 @@
-"""Reads the header of a GGUF file: its metadata, and where each of its tensors is.
-
-It is a stranger's file. Each count, length and offset is compared with the bytes that the file has
-before anything of that size is made. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+"""Reads the header of a GGUF file, its metadata and the places of its tensors, as a stranger's:
+counts and offsets are compared with the bytes of the file
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 import itertools
 import math
@@ -35,8 +32,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Place, shape and type of a tensor. Its rows are whole blocks of `block` numbers, of
-    `block_bytes` bytes each.
+    """Place, shape and type of a tensor, whose rows are whole blocks of `block` numbers.
 
     Example: `open_gguf("model.gguf").tensors["token_embd.weight"].shape` is (49152, 576).
     """
@@ -75,9 +71,8 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     def value(self, key: str, kind: type, default: object = _MISSING) -> Any:
-        """A value of this type: str, bool, int (0 or more) or float (finite). Raises ValueError,
-        naming the file and the key, for another value, and for a key that is not there and has no
-        default."""
+        """A value of this type: str, bool, int (0 or more) or float (finite). Raises ValueError for
+        another one, and for a key that is not there and has no default."""
         value = self.values.get(key, default)
         if value is _MISSING:
             raise ValueError(f"{self.path}: {key} is missing")
@@ -100,8 +95,8 @@ class GgufFile:
         return value
 
     def array(self, key: str, kind: type, count: int | None = None) -> list:
-        """A list of this type: str, bool, int or float. Raises ValueError if it is missing, of
-        another type, or does not have `count` items."""
+        """A list of str, bool, int or float. Raises ValueError for another type, or not `count`
+        items."""
         about = self.values.get(key)
         if about is None:
             raise ValueError(f"{self.path}: {key} is missing")
@@ -151,8 +146,8 @@ def import_gguf(path: Path) -> Any:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The header of a GGUF file. Raises ValueError, beginning with the file, if it is damaged or
-    not supported."""
+    """The header of a GGUF file. Raises ValueError, with the file, if it is damaged or not
+    supported."""
     try:
         about = path.stat()
     except OSError as error:
@@ -201,8 +196,8 @@ def _checked_tensors(
     size: int,
     alignment: int,
 ) -> dict[str, GgufTensor]:
-    """The tensors by name. Raises ValueError for one that is not within the file, or in the place
-    of another. begin: of the tensors in the file; size: of the file."""
+    """The tensors by name, checked to be within the file and apart. begin: of the tensors; size: of
+    the file."""
     gguf = import_gguf(path)
     tensors = {}
     for name, shape, number, offset in places:

@@ -1,9 +1,5 @@
 """The small files of a model: those in its folder or, of a GGUF file, what its metadata say in
-their place.
-
-So a GGUF file is read by the code that reads a folder. Which key means what is defined by
-llama.cpp (gguf-py/gguf/constants.py, src/llama-model.cpp, src/llama-vocab.cpp there).
-"""
+their place (llama.cpp: gguf-py/gguf/constants.py, src/llama-model.cpp, src/llama-vocab.cpp)."""
 
 from pathlib import Path
 from typing import Any
@@ -62,10 +58,8 @@ SPECIAL = {
 
 
 def small_object(model: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a small file of a model; {} without it.
-
-    model: a folder, or a GGUF file. Raises ValueError, naming the file and what is wrong.
-    """
+    """The JSON object in a small file of a model, a folder or a GGUF file; {} without it. Raises
+    ValueError."""
     if is_gguf(model):
         made = {
             "config.json": _config,

@@ -1,8 +1,5 @@
 """Writes GGUF files for llama.cpp and Ollama: a model with tokenizer and chat template, or adapters
-alone.
-
-The form of adapters is that of convert_lora_to_gguf.py and src/llama-adapter.cpp in llama.cpp.
-"""
+alone (convert_lora_to_gguf.py, src/llama-adapter.cpp in llama.cpp)."""
 
 import json
 import re
@@ -53,12 +50,9 @@ def save_gguf(
     name: str,
     on_bytes: hf.OnBytes | None = None,
 ) -> None:
-    """Writes the file, one tensor at a time. kind: a key of TYPES; norms and biases are float32, as
-    llama.cpp needs them. name: of the model. on_bytes: is called after each tensor.
-
-    Raises ValueError for a family or a tokenizer that llama.cpp does not know, and for rows that
-    q8_0 cannot divide into blocks.
-    """
+    """Writes the file, one tensor at a time. kind: a key of TYPES. name: of the model. on_bytes: is
+    called after each tensor. Raises ValueError for a family or a tokenizer that llama.cpp does not
+    know, and for rows that q8_0 cannot divide into blocks."""
     gguf = import_gguf(file)
     file_type, dtype = TYPES[kind]
     writer = _writer(file, family)
@@ -129,10 +123,7 @@ def save_gguf_adapter(
     name: str,
 ) -> None:
     """Writes adapters in float32. tensors: as peft.to_tensors returns them. name: of the base.
-
-    llama.cpp multiplies lora_b @ lora_a by alpha / rank, as we do. Raises ValueError for a family
-    that it does not know.
-    """
+    Raises ValueError for a family that llama.cpp does not know."""
     writer = _writer(file, family)
     metadata = {"general.type": "adapter", "general.name": name, "adapter.type": "lora"}
     for key, value in metadata.items():
@@ -215,8 +206,8 @@ def _config(cfg: Architecture, family: Family) -> dict[str, Any]:
 
 
 def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The metadata of a tokenizer and its chat template. Raises ValueError for one that llama.cpp
-    does not have."""
+    """The metadata of a tokenizer and its template. Raises ValueError for one that llama.cpp has
+    not."""
     made = json.loads(tokenizer.backend.to_str())
     model = made["model"]
     where = f"{tokenizer.folder}: the tokenizer"

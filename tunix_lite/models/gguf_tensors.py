@@ -1,9 +1,6 @@
-"""Tensors of GGUF files under their Hugging Face names, and in that layout.
-
-llama.cpp stores a norm of Gemma as weight + 1. In the Llama family it turns neighbours of a head
-together, where Hugging Face turns the two halves, so the rows of q and k are in another order
-(convert_hf_to_gguf.py there).
-"""
+"""Tensors of GGUF files under their Hugging Face names, and in that layout. llama.cpp stores a norm
+of Gemma as weight + 1, and in the Llama family the rows of q and k in another order
+(convert_hf_to_gguf.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,8 +67,8 @@ def has_plus_one(family: Family, gguf_name: str) -> bool:
 
 
 def rows_of_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of whole heads, [rows, D], of which neighbours turn together, as Hugging Face orders
-    them: one of each pair, then the others."""
+    """Rows of whole heads, [rows, D], of which neighbours turn together, with one of each pair
+    first."""
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -83,10 +80,8 @@ def rows_of_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file by Hugging Face name, read as hf.Tensors reads those of a folder.
-
-    Quantised ones are dequantised to float32 when they are read.
-    """
+    """The tensors of a GGUF file by Hugging Face name, read as hf.Tensors reads those of a
+    folder."""
 
     def __init__(self, path: Path, family: Family):
         self.folder = path

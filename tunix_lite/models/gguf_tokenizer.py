@@ -1,9 +1,5 @@
-"""The tokenizer that the metadata of a GGUF file describe.
-
-Two kinds are read: `llama`, as SentencePiece makes them, and `gpt2`, of bytes. They are made as
-transformers makes them (integrations/gguf/gguf_tokenizer_mapping.py), and texts are cut as
-llama.cpp cuts them (src/llama-vocab.cpp).
-"""
+"""The tokenizer that the metadata of a GGUF file describe: `llama`, as SentencePiece makes them, or
+`gpt2`, of bytes (transformers' gguf_tokenizer_mapping.py; llama.cpp's src/llama-vocab.cpp)."""
 
 from pathlib import Path
 
@@ -41,8 +37,8 @@ _LONGEST_MERGED = 256
 
 
 def gguf_tokenizer(path: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a GGUF file. Raises ValueError for one that is not read, and an Exception of
-    the tokenizers library for merges that are not of the vocabulary."""
+    """The tokenizer of a GGUF file. Raises ValueError, or an Exception of the tokenizers
+    library."""
     file = open_gguf(Path(path))
     kind = file.value("tokenizer.ggml.model", str)
     if kind not in ("llama", "gpt2"):
@@ -175,9 +171,9 @@ def _merges(file: GgufFile) -> list[tuple[str, ...]]:
 def _derived_merges(
     file: GgufFile, vocabulary: dict[str, int], scores: list[float] | None
 ) -> list[tuple[str, str]]:
-    """The merges that a vocabulary implies: each cut of a token into two others, by the score of
-    the token and then by the length of the first part, both falling, as in transformers. scores:
-    None: the first token has the highest."""
+    """The merges that a vocabulary implies, as in transformers: each cut of a token into two, by
+    its score and the length of the first part, both falling. scores: None: the first token has the
+    highest."""
     same = {token: token for token in vocabulary}
     merges = []
     for token, number in vocabulary.items():

@@ -1,10 +1,6 @@
 """Tensors on disk in Hugging Face layout: safetensors files, one or several with an index, in and
-out. Those of a GGUF file are read as if they lay so, too.
-
-Weights are read one layer's tensor at a time, and of that only the slices that the devices of this
-process hold: the host never has more than one tensor beside what is already on the devices. A
-tensor that is missing, unexpected or of another shape is an error.
-"""
+out; those of a GGUF file, too. The host never has more than one tensor beside what is on the
+devices."""
 
 import json
 import math
@@ -60,8 +56,7 @@ OnBytes = Callable[[int, int], None]
 
 
 class Tensors:
-    """The tensors of a folder by name, over one file or several. Only headers are read until a
-    tensor is sliced."""
+    """The tensors of a folder by name. Only headers are read until a tensor is sliced."""
 
     def __init__(self, folder: str | Path, family: Family | None = None):
         folder = Path(folder)
@@ -155,8 +150,7 @@ class _Entry:
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor in a safetensors file. Raises ValueError if the file is
-    damaged or cut short."""
+    """Shape and dtype of every tensor in a safetensors file. Raises ValueError if it is damaged."""
     try:
         # safe_open checks that the header and the length of the file agree.
         with safe_open(str(file), framework="np") as opened:
@@ -202,8 +196,8 @@ def hf_names(
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of a tensor on disk that are one weight: mostly all of them, but Phi's files have
-    queries, keys and values in one tensor."""
+    """The rows of a tensor on disk that are one weight: Phi has queries, keys and values in one
+    tensor."""
 
     path: str
     layer: int | None  # in its stack; None: the weight is no stack
@@ -212,8 +206,7 @@ class _Part:
 
 
 def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
-    """The weights in every tensor of the model, by its name on disk, in the order of their rows:
-    that of decoder.layer_weights."""
+    """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
     parts: dict[str, list[_Part]] = {}
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
@@ -226,8 +219,7 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
 
 
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """Every tensor of the model, by its name on disk. Several weights in one tensor are one whose
-    outputs are theirs together."""
+    """Every tensor of the model, by its name on disk; several weights in one count as one."""
     whole = {}
     for name, parts in hf_parts(cfg, family).items():
         whole[name] = parts[0].weight
@@ -238,8 +230,8 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
-    """The shape on disk: projections [outputs, inputs], flat; biases flat; tables [V, D];
-    convolutions [outputs, 1, taps]."""
+    """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
+    [outputs, 1, taps]."""
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
@@ -274,10 +266,8 @@ def _read_slice(
     index: tuple[slice, ...],
     first_row: int = 0,
 ) -> np.ndarray:
-    """weight[index]. Of the inputs and of the outputs, only the first dim may be divided.
-
-    first_row: of the tensor, where the weight begins there.
-    """
+    """weight[index], of which only the first dim of inputs and of outputs may be divided.
+    first_row: of the tensor, where the weight begins there."""
     if weight.parts:
         heads, dim = weight.inputs, weight.inputs + 1
         pieces = []
@@ -316,8 +306,8 @@ def check_weights(
     cfg: Architecture,
     family: Family,
 ) -> None:
-    """Raises ValueError listing every tensor of `folder` that is missing, unexpected, or of another
-    shape or dtype."""
+    """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
+    dtype."""
     tensors = open_tensors(folder, family)
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
@@ -344,11 +334,8 @@ def check_weights(
 def misfits(
     wanted: dict[str, tuple[int, ...]], entries: dict[str, tuple[tuple[int, ...], str]]
 ) -> str:
-    """Describes on one line the tensors that are missing, unexpected, or of another shape or dtype;
-    "" if there are none. wanted: shapes; entries: shapes and dtypes, as `header` reads them.
-
-    It has the first SHOWN of each kind, and how many more there are.
-    """
+    """Describes on one line the tensors that are missing, unexpected, or of another shape or dtype,
+    SHOWN of each; "" if there are none. wanted: shapes; entries: as `header` reads them."""
     problems = {
         "missing": [
             f"{name} {list(shape)}" for name, shape in wanted.items() if name not in entries
@@ -382,8 +369,8 @@ def load_params(
 ) -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
-    on_bytes: is called after each tensor. Raises ValueError as `check_weights` does, and for a head
-    that differs from the embedding although config.json ties them.
+    on_bytes: is called after each tensor. Raises ValueError as `check_weights`, and for a head that
+    differs from the embedding although config.json ties them.
     """
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
@@ -432,8 +419,8 @@ def load_params(
 def _piece(
     tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None, first_row: int
 ) -> jax.Array:
-    """One tensor, or its rows from `first_row` on, on the mesh in its stored dtype. A slice that
-    several devices hold is read once, and compared with the tensor that should be a copy of it."""
+    """One tensor, or its rows from `first_row` on, on the mesh in its stored dtype; compared with
+    its copy."""
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -510,9 +497,7 @@ def save_params(
 ) -> None:
     """Writes the weights with the names and layouts that `load_params` and transformers read.
 
-    dtype: BF16, F16 or F32, or a dict of them by tensor name. Adapters and quantised weights are
-    written as plain weights that compute the same. Files hold up to 5 GB; several come with an
-    index. on_bytes: is called after each file.
+    dtype: BF16, F16 or F32, or a dict of them by tensor name. on_bytes: is called after each file.
     """
     as_written = in_order(cfg, family)
     types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in as_written}
@@ -527,8 +512,7 @@ def save_params(
 
 
 def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """`hf_weights` as readers expect them: the embedding, then the layers by number, then the
-    rest."""
+    """`hf_weights` as readers expect them: the embedding, the layers by number, the rest."""
 
     def place(name: str) -> tuple[int, int]:
         parts = name.split(".")
@@ -543,8 +527,8 @@ def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
 def tensors_of(
     params: Params, cfg: Architecture, family: Family
 ) -> Callable[[str, str], np.ndarray]:
-    """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as BF16, F16 or F32.
-    Adapters and quantised weights are plain weights there, which compute the same."""
+    """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as a plain
+    weight."""
     leaves = flatten(params)
     parts_of = hf_parts(cfg, family)
 
@@ -571,10 +555,7 @@ def write_shards(
     on_bytes: OnBytes | None = None,
 ) -> None:
     """Writes tensor(name) of each name into files of up to `shard_bytes` (None: 5 GB), with an
-    index if there are several. The host holds the tensors of one file at a time.
-
-    sizes: bytes by name, in the order to write. on_bytes: is called after each file.
-    """
+    index if there are several. sizes: bytes by name, in the order to write."""
     limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
 
     # Which tensors go into which file.

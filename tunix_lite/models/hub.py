@@ -1,5 +1,5 @@
-"""Models of the Hugging Face hub: the folder of `org/name` on this machine, downloaded if it is not
-in the cache yet."""
+"""Models of the Hugging Face hub: the folder of `org/name`, downloaded if it is not in the cache
+yet."""
 
 import contextlib
 import re
@@ -34,12 +34,8 @@ def small_files(name: str) -> Path:
 
 
 def snapshot(name: str) -> Path:
-    """The folder of a model, `org/name` or `org/name@revision`, with its weights: from the cache if
-    it is complete there, else downloaded.
-
-    Raises ValueError that says what to do if the model cannot be downloaded, and OSError if the
-    disk is full.
-    """
+    """The folder of a model, `org/name` or `org/name@revision`, with its weights: from the cache,
+    else downloaded. Raises ValueError that says what to do, and OSError if the disk is full."""
     folder = _folder(name, _SMALL + _WEIGHTS, _has_weights)
     if not _has_weights(folder):
         raise ValueError(
@@ -51,8 +47,8 @@ def snapshot(name: str) -> Path:
 
 
 def dataset_folder(name: str, patterns: tuple[str, ...]) -> Path:
-    """The folder of a data set, `org/name` or `org/name@revision`, with the files that match
-    `patterns`: from the cache, else downloaded. Raises as `snapshot`."""
+    """The folder of a data set, with the files that match `patterns`: from the cache, else
+    downloaded."""
 
     def has_all(folder: Path) -> bool:
         return all(any(folder.glob(pattern)) for pattern in patterns)

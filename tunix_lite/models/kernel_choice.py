@@ -20,13 +20,9 @@ def check_fused(
     int8: bool = False,
     plain_weights: bool = True,
     has_cutoffs: bool = False,
-    penalty: float = 1.0,
 ) -> None:
     """Raises ValueError, with the first reason, where the kernels cannot decode this.
-
-    int8: whether the cache holds codes. plain_weights: whether the weights have no adapters and are
-    not quantised. has_cutoffs, penalty: what `generation` changes of the logits.
-    """
+    plain_weights: without adapters, and not quantised."""
 
     def refuse(is_so: object, reason: str) -> None:
         if is_so:
@@ -65,7 +61,6 @@ def check_fused(
     # The draw.
     cut = "draw from all tokens, and generation.top_k, top_p or min_p cuts some off"
     refuse(has_cutoffs, cut)
-    refuse(penalty != 1, f"change no logits, and generation.repetition_penalty is {penalty}")
     config = jax.config
     defaults = (
         config.jax_default_prng_impl == "threefry2x32",

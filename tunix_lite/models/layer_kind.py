@@ -1,10 +1,5 @@
-"""A kind of layer: how its tokens learn of each other. The rest of a layer, norms and feed-forward,
-is the same for all kinds (decoder.block).
-
-A kind is a `LayerKind`, in a file of its own: its weights, a function that mixes the tokens of a
-row, and what a sequence keeps of the tokens before. Attention keeps their keys and values; a
-recurrent kind keeps a state whose size does not grow. `Architecture.pattern` names the kinds.
-"""
+"""A kind of layer: how its tokens learn of each other. `Architecture.pattern` names the kinds;
+norms and feed-forward are the same for all (decoder.block)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +41,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of layer. `Architecture.pattern` names one of decoder.LAYER_KINDS, or gives the dotted
-    path of a LayerKind.
+    """A kind of layer: one of decoder.LAYER_KINDS, or your own by its dotted path.
 
     Example: LayerKind(decoder.attention_weights, decoder.attention_part), which is attention.
     """

@@ -1,8 +1,5 @@
-"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, and attach them to a base.
-
-Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA they alone
-train. The base beside them is frozen and never copied; it is also the reference of the KL term.
-"""
+"""LoRA (arXiv:2106.09685) as operations on trees: adapters, `<path of the weight>/a` and `/b`,
+which alone train, and a frozen base beside them, which is also the reference of the KL term."""
 
 import math
 import re
@@ -103,11 +100,8 @@ def _uniform_fan_in(inputs: int) -> Initializer:
 
 
 def adapter_weights(table: Table, lora: LoraConfig) -> Table:
-    """The a and b of each weight whose path matches `lora.targets`. The mesh divides them as it
-    divides the dims that they share with the weight.
-
-    Raises ValueError if nothing matches, or something that is no projection.
-    """
+    """The a and b of each weight whose path matches `lora.targets`. Raises ValueError if nothing
+    matches, or something that is no projection."""
     declared = flatten(table)
     matched = [path for path in declared if re.fullmatch(lora.targets, path)]
     if not matched:
@@ -136,7 +130,7 @@ def attach(
     keys: jax.Array | None = None,
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
-    adapter. Copies nothing.
+    adapter.
 
     keys: one per sequence of the batch, [B]; with them, dropout acts.
     """
@@ -158,8 +152,8 @@ def acting_params(
     lora: LoraConfig | None,
     keys: jax.Array | None = None,
 ) -> Params:
-    """The weights that the model computes with: `params`, if all weights train (frozen is None);
-    else the frozen base with its adapters `params`. keys: as of `attach`."""
+    """The weights that the model computes with: `params`, or the frozen base with its adapters
+    `params`."""
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 

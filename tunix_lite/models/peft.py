@@ -48,10 +48,8 @@ def read_adapter_config(
     cfg: Architecture,
     family: Family | None,
 ) -> LoraConfig:
-    """`lora` with the rank, alpha and targets of the adapter that it names.
-
-    Raises ValueError naming what is missing, not supported, or contradicts the settings.
-    """
+    """`lora` with the rank, alpha and targets of the adapter that it names. Raises ValueError
+    naming what is missing, not supported, or contradicts the settings."""
     if family is None:
         raise ValueError(
             "adapter: a PEFT adapter names tensors, so model.family must be given for random "
@@ -231,11 +229,8 @@ def save_adapters(
     base: str,
     is_wrapped: bool = False,
 ) -> None:
-    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`.
-
-    is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
-    that they have there.
-    """
+    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`. is_wrapped:
+    ours is the text part of a larger model, and the modules get the names that they have there."""
     tensors = to_tensors(adapters, cfg, family, lora)
     modules = set(map(module_of, tensors))
     # Where a tensor holds several weights, its adapter is wider: the scale stays.

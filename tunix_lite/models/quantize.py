@@ -1,9 +1,5 @@
-"""Storing frozen weights in one byte (int8) or half a byte (nf4) an element.
-
-Every block of inputs of an output has a scale of its own, by its largest magnitude. Blocks are cut
-along the last input dim, so that they do not depend on how a mesh divides the weight. Norms, biases
-and the embedding stay in bfloat16.
-"""
+"""Storing frozen weights in one byte (int8) or half a byte (nf4) an element. Every block of inputs
+of an output has a scale; norms, biases and the embedding stay in bfloat16."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,11 +38,8 @@ BLOCKS = {"int8": 128, "nf4": 64}
 
 
 def stored_table(table: Table, storage: str) -> Table:
-    """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4.
-
-    A weight that is quantised becomes an `Int8` or `Nf4` of two Weights, its codes and its scales.
-    Raises ValueError for a weight that nf4 cannot pack.
-    """
+    """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4. Raises ValueError for
+    a weight that nf4 cannot pack."""
     return jax.tree.map(lambda w: _stored(w, storage), table, is_leaf=is_weight)
 
 
@@ -116,8 +109,7 @@ def quantize(
     like: Leaf,
     inputs: int,
 ) -> Leaf:
-    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`, whose codes
-    and scales are arrays or Weights of that layer."""
+    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
     largest = jnp.where(largest > 0, largest, 1.0)

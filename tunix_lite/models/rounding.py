@@ -1,16 +1,6 @@
-"""Rounds values to bfloat16 at places that are decided here, not by the compiler.
-
-The sampler and the trainer compute the same model in two programs: token by token on a cache, and
-whole rows in a scan over layers. XLA may drop a rounding to bfloat16 where a step back to float32
-follows. It does so wherever it fuses the two, and it fuses differently in each program.
-`reduce_precision` is a rounding that XLA must keep. So each value between two steps of the model
-goes through `stored`, each product through `product`, and all that happens between two of them is
-computed in float32.
-
-The last bits of float32 remain: kernels choose the order of a sum by the number of rows, and a sum
-taken in another order flips a rounding to bfloat16 about once in 2^16 times. In float32 and float64
-nothing here changes a program.
-"""
+"""Rounds values to bfloat16 at places that are decided here, not by the compiler: the sampler and
+the trainer are two programs, and XLA drops roundings where it fuses two steps. `reduce_precision`
+is a rounding that it must keep. In float32 and float64 nothing here changes a program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,11 +47,8 @@ def product(
 ) -> jax.Array:
     """multiply(x, y) of two arrays of one dtype: summed in float32, and rounded once.
 
-    multiply: matmul, or an einsum. sum_dtype: bfloat16 rounds the part of each shard, too, so that
-    parts travel between devices in half the bytes. by_conversion: on accelerators it ends in a
-    conversion, which costs a GPU nothing, where reduce_precision would be a kernel of its own. The
-    backward pass is that of multiply, unchanged: nothing else computes the same gradient, so its
-    roundings need not agree with anything.
+    sum_dtype: bfloat16 rounds the part of each shard, too. by_conversion: on accelerators it ends
+    in a conversion, which costs a GPU nothing. The backward pass is that of multiply.
     """
     if not is_rounded(x.dtype):
         return multiply(x, y)
@@ -94,16 +81,6 @@ def _product(
     return jax.lax.platform_dependent(x, y, cpu=rounded, default=converted)
 
 
-def _product_forward(
-    multiply: Callable[..., jax.Array],
-    by_conversion: bool,
-    sum_dtype: jnp.dtype,
-    x: jax.Array,
-    y: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(multiply, by_conversion, sum_dtype, x, y), (x, y)
-
-
 def _product_backward(
     multiply: Callable[..., jax.Array],
     by_conversion: bool,
@@ -115,4 +92,4 @@ def _product_backward(
     return pull_back(cotangent)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda *arguments: (_product(*arguments), arguments[3:]), _product_backward)

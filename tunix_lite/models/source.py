@@ -1,9 +1,5 @@
-"""Sources of models: bundled, random, a folder in Hugging Face layout, a GGUF file, or a name on
-the hub.
-
-`locate` checks everything but the weights, `download` gets them and checks their headers, and
-`load_weights` makes the parameters.
-"""
+"""Sources of models: bundled, random, a Hugging Face folder, a GGUF file, or a name on the hub.
+`locate` checks all but the weights, `download` gets them, `load_weights` makes the parameters."""
 
 import difflib
 import hashlib
@@ -124,8 +120,7 @@ class TeacherConfig:
 class FoundModel:
     """A model that is located and checked, but not yet loaded.
 
-    Example: locate(ModelConfig()) is the bundled model, ready for `load_weights`;
-    download(locate(ModelConfig(weights="google/gemma-3-1b-it"))) is one of the hub.
+    Example: locate(ModelConfig()) is the bundled model, ready for `load_weights`.
     """
 
     cfg: Architecture
@@ -143,11 +138,8 @@ _setting = partial(error_context, kind=ValueError)
 
 
 def locate(model: ModelConfig) -> FoundModel:
-    """Everything about a model short of its weights.
-
-    It reads the settings, config.json and the tokenizer; of a hub model it downloads these small
-    files. Raises ValueError, beginning with the setting, if something is missing or contradicts
-    something else.
+    """Everything about a model short of its weights: config.json, the tokenizer, adapters. Raises
+    ValueError, beginning with the setting.
 
     Example: `locate(ModelConfig()).cfg.num_layers` is that of the bundled model.
     """
@@ -231,12 +223,8 @@ def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
 
 
 def download(located: FoundModel) -> FoundModel:
-    """The same model with its weights on this machine, downloaded if need be, and their headers
-    checked. Raises ValueError as `locate` does.
-
-    It is not part of `locate`, so that everything else that can be wrong is found before gigabytes
-    are downloaded.
-    """
+    """The same model with its weights on this machine, and their headers checked. Raises as
+    `locate`."""
     if located.folder is None:
         return located
     with _setting("model.weights"):
@@ -257,8 +245,8 @@ def weight_tables(located: FoundModel) -> tuple[Table | None, Table]:
 
 
 def weights_digest(located: FoundModel) -> str:
-    """16 characters that differ between different weights: a hash of the sizes of the files and of
-    the bytes at their ends; "random" of random weights."""
+    """16 characters of a hash of the sizes of the files and the bytes at their ends; "random" of
+    random ones."""
     if located.folder is None:
         return "random"
     digest = hashlib.sha256()
@@ -292,9 +280,8 @@ def load_weights(
 ) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and the weights that train, on the current mesh.
 
-    seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
-    its own in model.lora.base. on_bytes: gets the bytes read so far, and those of all. Raises
-    ValueError for weights that do not fit.
+    seed: of random weights and new adapters. storage: of what trains, fp32 or bf16. on_bytes: gets
+    the bytes read so far, and those of all. Raises ValueError for weights that do not fit.
 
     Example: `base, params = load_weights(locate(ModelConfig()))`; base is None without adapters.
     """
@@ -346,8 +333,7 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
 
 
 def _with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """The tokenizer with the chat template of a file or a preset. Raises ValueError for a preset
-    that ends turns with what is no token."""
+    """The tokenizer with the chat template of a file or a preset. Raises ValueError."""
 
     def preset(name: str) -> Tokenizer:
         text = PRESETS[name].read_text(encoding="utf-8")

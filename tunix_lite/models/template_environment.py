@@ -1,9 +1,5 @@
-"""The environment of a chat template, a jinja2 program: exactly what transformers gives it, and no
-more.
-
-The process that runs templates which we do not trust imports this module, so it needs jinja2 and
-nothing else.
-"""
+"""The environment of a chat template, a jinja2 program: exactly what transformers gives it. It
+needs jinja2 alone, for the process that runs templates which we do not trust imports it."""
 
 import json
 import traceback
@@ -116,8 +112,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """The environment that chat templates expect; tests/test_tokenizer.py compares it with that of
-    transformers."""
+    """The environment that chat templates expect; tests/test_tokenizer.py compares it."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)

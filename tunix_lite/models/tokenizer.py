@@ -1,5 +1,4 @@
-"""Text <-> tokens: a `tokenizer.json`, its chat template, and the set of tokens that end a
-sequence."""
+"""Text <-> tokens: a `tokenizer.json`, its chat template, and the tokens that end a sequence."""
 
 import base64
 import contextlib
@@ -40,6 +39,8 @@ FILES = (
 _MOST_GROWTH = 1000
 # Name of a tool, or text of a turn, that no template knows, to see whether and where it is written.
 _PROBE = "ProbeOfTools"
+# Special tokens of Gemma 4 that are part of a call of a tool (environments/tool_calls.py).
+_OF_CALLS = ("<|tool_call>", "<tool_call|>", '<|"|>')
 # Flags of a token in tokenizer_config.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
@@ -72,8 +73,8 @@ Read = Callable[[str | Quoted], str]
 class Tokenizer:
     """The tokenizer of a folder in Hugging Face layout or of a GGUF file, and its chat template.
 
-    Make one with `Tokenizer.load`. Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?")
-    is the list of token ids of a user's turn, ready for the model to continue.
+    Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?") is the list of token ids of a
+    user's turn, ready for the model to continue.
     """
 
     folder: Path
@@ -89,11 +90,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads those of FILES that are in the folder, config.json and generation_config.json; or
-        the metadata of a GGUF file.
-
-        Raises ValueError naming the file that is missing, damaged or incomplete.
-        """
+        """Reads those of FILES that are in the folder, or the metadata of a GGUF file. Raises
+        ValueError naming the file that is missing, damaged or incomplete."""
         folder = Path(folder)
         file = folder if is_gguf(folder) else folder / "tokenizer.json"
         if not file.is_file():
@@ -149,8 +147,8 @@ class Tokenizer:
 
     @cached_property
     def ends_of_turns(self) -> tuple[int, ...]:
-        """The tokens with which the chat template ends the assistant's turns: one that answers
-        (Qwen's base models do not name it), and one that calls a tool (Gemma 4 has another)."""
+        """The tokens with which the chat template ends the assistant's turns that answer or call a
+        tool."""
         question = {"role": "user", "content": "Question"}
         function = {"name": _PROBE, "arguments": {}}
         call = {"id": "ProbeCall", "type": "function", "function": function}
@@ -210,8 +208,8 @@ class Tokenizer:
         return _PROBE in written
 
     def encode(self, text: str) -> list[int]:
-        """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is
-        added. Raises ValueError for a lone surrogate."""
+        """Exactly the tokens of `text`, special ones spelled in it too. Raises ValueError for a
+        lone surrogate."""
         try:
             with _panics_named():
                 ids = self.backend.encode(text, add_special_tokens=False).ids
@@ -249,10 +247,20 @@ class Tokenizer:
             ]
         return [match.span() for match in self._special_texts.finditer(text)]
 
+    @cached_property
+    def silent_ids(self) -> frozenset[int]:
+        """The special tokens, without those that are part of a call of a tool."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(
+            i for i, token in added.items() if token.special and token.content not in _OF_CALLS
+        )
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the tokens. skip_special: without the special tokens."""
+        """The text of the tokens. skip_special: without the special tokens, other than those of
+        calls."""
+        visible = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
         with _panics_named():
-            return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+            return self.backend.decode(visible, skip_special_tokens=False)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
         """A decoder for tokens that come one after the other. skip_special: as of `decode`."""
@@ -261,11 +269,10 @@ class Tokenizer:
     def chat(
         self, messages: list[dict], add_generation_prompt: bool = True, **variables
     ) -> str:
-        """The conversation as the model was trained to see it. `variables` go to the template
-        (tools, ...).
+        """The conversation as the model was trained to see it; `variables` go to the template.
+        Raises ValueError without a template, and where it fails.
 
-        messages: [{"role": "user", "content": "hi"}, ...]. Raises ValueError without a chat
-        template, and where the template fails.
+        messages: [{"role": "user", "content": "hi"}, ...].
         """
         if self.template is None:
             raise ValueError(
@@ -294,11 +301,8 @@ class Tokenizer:
 
     def prompt(self, conversation: str | Quoted | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to continue, with
-        its BOS once.
-
-        Without a chat template, the model continues the text itself. Raises ValueError if there is
-        a second BOS.
-        """
+        its BOS once; without a template those of the text. Raises ValueError if there is a second
+        BOS."""
 
         def write(read: Read) -> str:
             messages = read_quoted(conversation, read)
@@ -330,8 +334,8 @@ class Tokenizer:
         completion: str | Quoted | dict,
         **variables,
     ) -> list[int]:
-        """The tokens that follow `prompt(conversation)`: those of the completion, a text or a
-        message of the assistant, and the one that ends the turn."""
+        """The tokens that follow `prompt(conversation)`: those of the completion and the one that
+        ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
@@ -363,10 +367,7 @@ class Tokenizer:
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
         """The tokens from the end of the last turn of `earlier` to where the model continues
-        `later`, which begins with the same messages.
-
-        Example: earlier ends with an answer, later adds a user message -> that user's turn.
-        """
+        `later`, which begins with the same messages."""
 
         def write(read: Read) -> str:
             values = read_quoted(variables, read)
@@ -388,8 +389,8 @@ class Tokenizer:
     # ---- texts that spell special tokens but mean plain text
 
     def written_ids(self, write: Callable[[Read], str], *texts: str | Quoted) -> list[int]:
-        """Encodes the text that `write(read)` writes; special tokens spelled in quoted parts of
-        `texts` are plain text there. write: calls read(text) for each of the texts."""
+        """Encodes the text that `write(read)` writes; special tokens in quoted parts of `texts` are
+        plain text."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
         quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
         if not quoted:
@@ -411,10 +412,8 @@ class Tokenizer:
 
     def _quoted_ids(self, written: str, covered: str) -> list[int]:
         """The tokens of `written`, where only special tokens count that are in `covered`, too.
-
-        One call of a tokenizer that knows special tokens by other names cuts the text around them
-        as always. Raises ValueError if its vocabulary spells a special token even so.
-        """
+        Raises ValueError if the vocabulary spells a special token even so."""
+        # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
         parts = []
         at = 0
@@ -429,18 +428,14 @@ class Tokenizer:
                 continue
             name = self._special_tokens[token].content
             # An unknown character gives the unknown token, too, and does not spell it.
-            if token in self._unknown and name not in renamed[start:end]:
+            unknown = self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids
+            if token in unknown and name not in renamed[start:end]:
                 continue
             raise ValueError(
                 f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
                 "holds it"
             )
         return self._in_table([ids.get(token, token) for token in encoded.ids])
-
-    @cached_property
-    def _unknown(self) -> set[int]:
-        """Returns the ids that the tokenizer gives for a character that it does not know."""
-        return set(self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -475,10 +470,9 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; real id by its id.
-
-        No text can hold such a name of private characters, drawn anew in every process.
-        """
+        """The same tokenizer with other names for special tokens; name by text; real id by its
+        id."""
+        # No text can hold a name of private characters, drawn anew in every process.
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
@@ -535,14 +529,13 @@ def _conversation(content: str | list[dict]) -> list[dict]:
 
 
 class TextStream:
-    """The text of tokens as they come, never half a character. All pieces together are `decode` of
-    all tokens."""
+    """The text of tokens as they come, never half a character; all pieces together are `decode` of
+    all."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self.tokenizer = tokenizer
         self.skip_special = skip_special
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self.silent = {i for i, token in added.items() if token.special and skip_special}
+        self.silent = tokenizer.silent_ids if skip_special else frozenset()
         # The tokens of the last piece that had text, and those after it.
         self.ids: list[int] = []
         # How many of them are that piece.
@@ -606,8 +599,7 @@ def _growth(part: dict) -> int:
 
 
 def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does. A
-    ValueError is our own, and says what is wrong."""
+    """call() of the tokenizers library, whose Exceptions and panics become ValueError."""
     try:
         return call()
     except ValueError:
@@ -685,8 +677,8 @@ def _eos_ids(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
 ) -> tuple[int, ...]:
-    """The ids that end a completion: those of generation_config.json and of config.json, or else
-    the eos_token."""
+    """The ids that end a completion: of generation_config.json and config.json, or else the
+    eos_token."""
     ids = []
     config = small_object(folder, "config.json")
     for name, content in (

@@ -1,10 +1,5 @@
-"""The tokens that stand between two turns of the model in a conversation.
-
-The tokens that the model has sampled are never tokenised again: they stay, and the tokens of the
-answer follow. Those are the ones with which the chat template would go on. To find them, it writes
-a conversation in which the model's turn is a placeholder; what follows the placeholder is
-tokenised.
-"""
+"""The tokens that stand between two turns of the model in a conversation. What was sampled stays;
+the tokens of an answer are those with which the chat template goes on after a placeholder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,8 +23,7 @@ class TurnTokens:
     special_tokens_in_data: whether a special token that an answer spells is letters (text), the
     token (control), or an error. variables: go to the chat template, such as `tools`.
 
-    Example: TurnTokens(tokenizer).between([{"role": "user", "content": "Higher."}], ended=True)
-    decodes to "\\n<start_of_turn>user\\nHigher.<end_of_turn>\\n<start_of_turn>model\\n" (Gemma).
+    Example: TurnTokens(tokenizer).between([{"role": "user", "content": "Higher."}], ended=True).
     """
 
     tokenizer: Tokenizer
@@ -45,16 +39,12 @@ class TurnTokens:
         return self.tokenizer.prompt(messages, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
-        """The tokens from the last one that the model sampled in a turn to the first one that it
-        samples in the next.
+        """The tokens from the last one that the model sampled in a turn to the first one of the
+        next.
 
-        messages: the answer, {role, content} each; a text is a user's message. ended: True if the
-        turn's last token is one that ends it; else it was cut, and the token that ends it comes
-        first here. Without a chat template, the text of the answer stands there as it is. So do
-        messages of the assistant: they continue the model's own text, with no turn in between. An
-        empty answer is a line break then.
-
-        Raises ValueError where the chat template refuses these messages.
+        messages: the answer, {role, content} each; a text is a user's message; those of the
+        assistant continue the model's own text. ended: the turn's last token ends it; else that
+        token comes first here. Raises ValueError where the chat template refuses these messages.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

@@ -1,11 +1,6 @@
 """Values that XLA for CPUs computes in kernels of their own, and a product with a faster gradient.
-
-XLA for CPUs joins operations into one kernel where it can. That is slow in some cases: a transpose
-that is joined with arithmetic reads memory in strides, and one kernel for a product and the
-backward pass of a softmax, or for the products and the activation of a feed-forward, is slower than
-several. XLA for CPUs removes an `optimization_barrier` before it joins operations, but not a call
-of a function that must not be inlined. What XLA makes for other platforms was not looked at.
-"""
+It removes an `optimization_barrier` before it joins operations, but not a call that must not be
+inlined."""
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +30,15 @@ def with_unfused_cotangent(x: jax.Array) -> jax.Array:
     return x
 
 
-def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (unfused_on_cpu(cotangent),)
-
-
-with_unfused_cotangent.defvjp(lambda x: (x, None), _backward)
+with_unfused_cotangent.defvjp(
+    lambda x: (x, None), lambda _, cotangent: (unfused_on_cpu(cotangent),)
+)
 
 
 @jax.jit
 def matrix_first(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """rows [..., R, I] times the transpose of matrix [..., O, I]: [..., R, O], where R is small.
-
-    XLA for CPUs would take the rows as its first factor, and then transpose the matrix for every
-    product, or compute in tiles that are too small. The barriers keep the factors in this order.
-    """
+    """rows [..., R, I] times the transpose of matrix [..., O, I]: [..., R, O], where R is small."""
+    # XLA for CPUs would transpose the matrix for every product. The barriers keep this order.
     barrier = jax.lax.optimization_barrier
     columns = barrier(jnp.swapaxes(rows, -1, -2))
     return jnp.swapaxes(barrier(jnp.matmul(matrix, columns)), -1, -2)
@@ -56,20 +46,8 @@ def matrix_first(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def matmul(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    """rows [R, I] times matrix [I, O]: [R, O]. On a CPU the gradient of the matrix is faster.
-
-    It is rows^T times the cotangent, a sum over all tokens, which are the first dim of both. XLA
-    for CPUs has two libraries for products: YNNPACK sums over the last dim of its first factor, and
-    any other product goes to Eigen. So we first transpose the factor with fewer columns, in a
-    kernel of its own. That was timed on an Intel Xeon only (docs/log.md, 2026-11-24).
-    """
+    """rows [R, I] times matrix [I, O]: [R, O]. On a CPU the gradient of the matrix is faster."""
     return jnp.matmul(rows, matrix)
-
-
-def _matmul_forward(
-    rows: jax.Array, matrix: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.matmul(rows, matrix), (rows, matrix)
 
 
 def _matmul_backward(
@@ -86,11 +64,12 @@ def _matmul_backward(
     return jnp.matmul(cotangent, matrix.T), of_matrix
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda *arrays: (jnp.matmul(*arrays), arrays), _matmul_backward)
 
 
 def _summed_on_cpu(rows: jax.Array, cotangent: jax.Array) -> jax.Array:
-    # Without the barriers XLA would undo the transposes, and multiply as elsewhere.
+    # A sum over the last dim of the first factor goes to the faster library, YNNPACK. Without the
+    # barriers XLA would undo the transposes (timed on an Intel Xeon: docs/log.md, 2026-11-24).
     barrier = jax.lax.optimization_barrier
     if rows.shape[1] <= cotangent.shape[1]:
         return jnp.matmul(barrier(unfused(rows).T), cotangent)

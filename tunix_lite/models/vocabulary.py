@@ -1,21 +1,7 @@
-"""Log-probabilities of tokens, and entropies, without ever holding the logits of all tokens over
-the vocabulary.
-
-With logits s_v = cap(h . w_v) / temperature, block by block of the vocabulary, for all tokens at
-once:
-
-    total     = sum_v exp(s_v - top)      kept as a running maximum, top, and a running sum
-    logprob   = s_token - top - log total
-    entropy   = log total - sum_v p_v (s_v - top)
-
-The backward pass computes the logits of each block again: d s_v = g (1[v = token] - p_v) - e p_v
-(log p_v + entropy), where g and e are the cotangents of the two results. Where tp divides the
-vocabulary, each of its parts is one shard's; the shards work on their parts at the same time, and
-their sums meet once, at the end of a pass.
-
-The letters B, D and V are those of types.py. Here M is the tokens asked for in a row, P the parts
-of the vocabulary, S the entries of a block in each part, X those of all blocks, and N the blocks.
-"""
+"""Log-probabilities of tokens, and entropies, block by block of the vocabulary, of s_v = cap(h .
+w_v) / temperature: logprob = s_token - top - log total, entropy = log total - sum_v p_v (s_v -
+top). Letters beside B, D and V: M tokens of a row, P parts of the vocabulary, S entries of a block,
+N blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +33,7 @@ class HeadSpec:
 
     softcap: float | None
     temperature: float
-    # tokens of the vocabulary in each part
-    share: int
+    share: int  # tokens of the vocabulary in each part
 
 
 def token_scores(
@@ -60,8 +45,7 @@ def token_scores(
 ) -> TokenScores:
     """Log-probability of each target and the entropy beside it, [B, M] float32.
 
-    hidden: at the position that predicts the target, in the type of the computation, divided over
-    the batch. table: the output embedding, as it is stored. softcap: of the logits, None: none.
+    hidden: at the position that predicts the target. table: the output embedding, as it is stored.
     """
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
@@ -90,10 +74,7 @@ def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
 
 def num_blocks(vocabulary: int, tokens: int) -> int:
     """Counts the blocks that a part of the vocabulary is cut into; a number that divides it, if one
-    is near.
-
-    vocabulary: entries of the part. tokens: of the batch on one device.
-    """
+    is near."""
     needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
     wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
@@ -138,12 +119,9 @@ def _rebased(
 
 
 def constrained(table_NPSD: jax.Array) -> jax.Array:
-    """The table with its sharding constraint.
-
-    The constraint stands inside the custom gradient. Outside, the gradient of the constraint would
-    have to lie as the table does, which it cannot where the batch is divided by hand and there is
-    no fsdp to divide it (mesh.constrain_gradient).
-    """
+    """The table with its sharding constraint."""
+    # Inside the custom gradient: outside, the gradient of the constraint would have to lie as the
+    # table does, which it cannot where the batch is divided by hand (mesh.constrain_gradient).
     return constrain(table_NPSD, "layers", *AXES)
 
 
@@ -270,8 +248,8 @@ def _backward(
     residuals: tuple,
     cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    """The gradients of hidden and table from the cotangents of the results. A table that does not
-    train costs nothing."""
+    """The gradients of hidden and table: d s_v = g (1[v = token] - p_v) - e p_v (log p_v +
+    entropy)."""
     hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
     g, e = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
     log_total = log_total[..., None, None]

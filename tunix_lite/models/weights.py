@@ -1,16 +1,11 @@
-"""A weight: its shape, its sharding, its initialisation, and how it multiplies.
-
-Besides plain arrays, `project` understands three leaves: `Int8` and `Nf4`, which store a frozen
-weight in one byte or half a byte an element, and `Lora`, which adds a trained product of two thin
-matrices to a frozen weight of any kind. Only this module knows them; the model just calls
-`project(x, w["q"])`.
-"""
+"""A weight: its shape, its sharding, its initialisation, and how it multiplies. `project` also
+understands `Int8` and `Nf4` (a frozen weight in a byte or half of one) and `Lora`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -59,27 +54,22 @@ ones = jax.nn.initializers.ones
 
 @dataclass(frozen=True)
 class Weight:
-    """The declaration of a parameter, from which initialisation, sharding, Hugging Face names and
-    counts are read.
+    """The declaration of a parameter. Dims run inputs first: `project` contracts the leading
+    `inputs`.
 
-    Dims run inputs first: `project` contracts the leading `inputs` of them.
-
-    Example: Weight((512, 8, 64), ("embed", "heads", "head_dim")) turns 512 inputs into 8 heads of
-    64.
+    Example: Weight((512, 8, 64), ("embed", "heads", "head_dim")): 512 inputs into 8 heads of 64.
     """
 
     shape: tuple[int, ...]
     # logical axes, one per dim; parallel.mesh.RULES says which mesh axis divides them
     axes: tuple[str, ...]
-    # initialiser of one layer
-    init: Initializer = fan_in()
+    init: Initializer = fan_in()  # initialiser of one layer
     # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
     dtype: DTypeLike = jnp.float32
     # of each head, the widths of parts that a file has one after the other, each of all heads
     parts: tuple[int, ...] = ()
-    # True: it stays float32 in a frozen base, too
-    is_exact: bool = False
+    is_exact: bool = False  # True: it stays float32 in a frozen base, too
 
     @property
     def is_stacked(self) -> bool:
@@ -120,8 +110,8 @@ class Int8:
 
 @flax.struct.dataclass
 class Nf4:
-    """A weight as the nearest of 16 levels times the scale of its block (NormalFloat,
-    arXiv:2305.14314 appendix E).
+    """A weight as the nearest of 16 levels times the scale of its block (arXiv:2305.14314 appendix
+    E).
 
     Example: 1.0 and -1.0 side by side, in blocks of scale 1 -> codes [0xF0]: levels 15 and 0.
     """
@@ -148,8 +138,8 @@ class Lora:
 
 @flax.struct.dataclass
 class ComputeCopy:
-    """A trained weight whose gradient is summed in more bits than it is computed with (see
-    `for_compute`).
+    """A trained weight whose gradient is summed in more bits than it is computed with
+    (`for_compute`).
 
     Example: a float32 weight under mixed_precision=bf16 -> value in bfloat16, master in float32.
     """
@@ -254,19 +244,14 @@ def project(
     sum_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Contracts the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype:
-    [*batch, *outputs].
-
-    sum_dtype: in what dtype the parts of shards that divide these dims are summed, as
-    rounding.product takes it. It is written as a product of two matrices: of a contraction over
-    more dims, XLA's CPU backend makes a gradient with transposed copies that takes twice as long.
-    """
+    [*batch, *outputs]. sum_dtype: of the parts of shards, as rounding.product takes it."""
     if isinstance(weight, Lora):
         x_kept = x if weight.keys is None else dropout(x, weight.keys, weight.dropout)
         adapted = project(project(x_kept, weight.a, inputs, sum_dtype), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
         return added(project(x, weight.base, inputs, sum_dtype), scaled)
     if isinstance(weight, ComputeCopy):
-        info = _GradientInfo(weight.axes, inputs, weight.master.dtype)
+        info = (weight.axes, inputs, weight.master.dtype)
         out = project(x, weight.value, inputs, sum_dtype)
         return _with_gradient_to_master(info, out, x, weight.master)
 
@@ -280,6 +265,7 @@ def project(
 
     weight = dense(weight, inputs, x.dtype)
     outputs = weight.shape[inputs:]
+    # Of a contraction over more dims XLA's CPU backend makes a gradient that takes twice as long.
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
     matrix = weight.reshape(rows.shape[1], -1)
 
@@ -297,12 +283,10 @@ def for_compute(
     dtype: DTypeLike,
     reduce_dtype: DTypeLike = jnp.float32,
 ) -> Leaf:
-    """A leaf of one layer, ready to compute with: in `dtype`, and gathered over fsdp. Its gradient
-    is divided over fsdp.
+    """A leaf of one layer, in `dtype`, and gathered over fsdp. Its gradient is divided over fsdp.
 
-    weight: the declaration of the plain weight, of one layer. Quantised leaves are gathered as
-    codes, norms keep their dtype. reduce_dtype: what gradients are computed in and summed in over
-    the mesh, if it has more bits than `dtype`.
+    weight: the declaration of one layer. reduce_dtype: what gradients are computed and summed in,
+    if it has more bits than `dtype`.
     """
     if isinstance(leaf, Lora):
         a, b = adapter_pair(weight, leaf.a.shape[-1])
@@ -330,52 +314,35 @@ def for_compute(
     return ComputeCopy(value, master, weight.axes)
 
 
-class _GradientInfo(NamedTuple):
-    """Facts about a weight's gradient that are known while compiling."""
-
-    axes: tuple[str, ...]  # axes of the weight
-    inputs: int
-    dtype: DTypeLike
-
-
+# info: the axes of the weight, how many dims are inputs, and the dtype of its gradient
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient_to_master(
-    info: _GradientInfo,
+    info: tuple[tuple[str, ...], int, DTypeLike],
     out: jax.Array,
     x: jax.Array,
     master: jax.Array,
 ) -> jax.Array:
-    """`out`, the product of x and a weight. Its gradient goes to `master`, in that dtype.
-
-    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, then summed.
-    """
+    """`out`, the product of x and a weight. Its gradient goes to `master`, in that dtype."""
+    # JAX would give a bfloat16 weight a bfloat16 gradient, rounded on each shard and then summed.
     return out
 
 
-def _forward_to_master(
-    info: _GradientInfo,
-    out: jax.Array,
-    x: jax.Array,
-    master: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    return out, x
-
-
 def _backward_to_master(
-    info: _GradientInfo,
+    info: tuple[tuple[str, ...], int, DTypeLike],
     x: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, None, jax.Array]:
-    shape = x.shape[x.ndim - info.inputs :] + cotangent.shape[x.ndim - info.inputs :]
-    rows = x.reshape(-1, np.prod(shape[: info.inputs]))
+    axes, inputs, dtype = info
+    shape = x.shape[x.ndim - inputs :] + cotangent.shape[x.ndim - inputs :]
+    rows = x.reshape(-1, np.prod(shape[:inputs]))
     cotangent_rows = cotangent.reshape(len(rows), -1)
     gradient = jax.lax.dot_general(
-        rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=info.dtype
+        rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=dtype
     )
-    return cotangent, None, constrain_gradient(gradient.reshape(shape), info.axes)
+    return cotangent, None, constrain_gradient(gradient.reshape(shape), axes)
 
 
-_with_gradient_to_master.defvjp(_forward_to_master, _backward_to_master)
+_with_gradient_to_master.defvjp(lambda _, out, x, master: (out, x), _backward_to_master)
 
 
 def adapter_pair(
@@ -413,8 +380,7 @@ def dropout(
 
 
 def flatten(tree: Table | Params) -> dict[str, Any]:
-    """A table or parameters by path, "layers/q" and the like. A leaf that is more than an array
-    stays in one piece."""
+    """A table or parameters by path, "layers/q" and the like."""
     return traverse_util.flatten_dict(
         tree, sep="/", is_leaf=lambda _, leaf: not isinstance(leaf, dict)
     )
@@ -442,7 +408,7 @@ def check_divisible(
     rules: dict[str, str | None] | None = None,
 ) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
-    some dim. rules: of sharding; None means those of the process."""
+    a dim."""
     for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
         try:
             spec(w.axes, w.shape, mesh, rules)

@@ -1,6 +1,5 @@
 """Lists the communication of a compiled program, from its optimised HLO text
-(`compiled.as_text()`): the compiler decides what is gathered, reduced and sent, and only its text
-shows it."""
+(`compiled.as_text()`)."""
 
 import math
 import re
@@ -34,11 +33,7 @@ GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))
 
 @dataclass(frozen=True)
 class _Collective:
-    """One collective instruction of a program.
-
-    Example: Collective("all-gather", "fsdp", count=26, num_bytes=15_925_248,
-    shapes="bf16[1152,6912]", in_loop=True, source="dot_general", group_size=4).
-    """
+    """One collective instruction of a program."""
 
     kind: str  # one of KINDS
     axis: str  # mesh axis: "fsdp", "tp", "fsdp+tp"; "other" if its groups are not along axes
@@ -75,9 +70,8 @@ class CollectiveTotal:
 
 
 def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
-    """Every collective of the program, in the order of a walk from its entry through loops,
-    branches, fusions and calls. mesh_shape: size by axis, first axis first. Raises ValueError if
-    the program is for another number of devices than the mesh has."""
+    """Every collective of the program, in the order of a walk from its entry. mesh_shape: size by
+    axis, first axis first. Raises ValueError if the program is for another number of devices."""
     partitions = re.match(r"HloModule .*\bnum_partitions=(\d+)", text)
     if partitions and int(partitions[1]) != math.prod(mesh_shape.values()):
         raise ValueError(
@@ -146,7 +140,7 @@ def callees_of(
     instruction: Instruction, caller: Computation, site: CallSite, program: Program
 ) -> Iterator[tuple[str, CallSite]]:
     """Lists the computations that an instruction of `caller` runs, each with the facts about the
-    call. site: of the caller."""
+    call."""
     callees = called(instruction)
     site = replace(
         site, fused=instruction.op == "fusion", source=op_name(instruction) or site.source
@@ -232,8 +226,7 @@ def _is_sliced(reduced: Instruction, computation: Computation) -> bool:
 
 
 def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
-    """The axis of the mesh that a collective goes over, and how many devices are along it. rest: of
-    the Instruction."""
+    """The axis of the mesh that a collective goes over, and how many devices are along it."""
     sizes = tuple(mesh_shape.values())
     ids = np.arange(math.prod(sizes))
     coords = np.stack(np.unravel_index(ids, sizes), -1)

@@ -36,8 +36,8 @@ def update_options(scan_layers: bool) -> OptionsByPlatform:
 
 
 def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:
-    """The options of the current mesh's platform that its compiler knows, as jax.jit takes them;
-    None: there are none."""
+    """The options of the current mesh's platform that its compiler knows, as jax.jit takes them, or
+    None."""
     platform = current_platform()
     return _known_options(platform, tuple(options.get(platform, {}).items())) or None
 
@@ -47,8 +47,8 @@ def _known_options(
     platform: str,
     options: tuple[tuple[str, str | bool], ...],
 ) -> dict[str, str | bool]:
-    """The options, if the compiler of the current mesh's devices knows all of them. If not, {} and
-    a warning."""
+    """The options, if the compiler of the current mesh's devices knows them all; else {} and a
+    warning."""
     if not options:
         return {}
     mesh = jax.sharding.get_mesh()

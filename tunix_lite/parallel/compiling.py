@@ -1,5 +1,4 @@
-"""Compiles programs before they run, keeps a clock of compiling, and keeps programs in a folder for
-the next start."""
+"""Compiles programs before they run, keeps a clock of compiling, and keeps programs in a folder."""
 
 import contextlib
 import functools
@@ -36,8 +35,8 @@ MOST_BYTES = 4 << 30
 def compiled_once(
     lower: Callable[..., jax.stages.Lowered],
 ) -> Callable[..., jax.stages.Compiled]:
-    """compiled(*args) -> the executable of lower(*args), compiled once for arguments (arrays or
-    ShapeDtypeStructs) of one structure with the same shapes, dtypes and shardings."""
+    """compiled(*args) -> the executable of lower(*args), compiled once for arguments of the same
+    structure."""
     executables = {}
 
     def compiled(*args: Any) -> jax.stages.Compiled:
@@ -56,8 +55,8 @@ class _Abandoned(Exception):
 
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """The results of calls that compile programs, each in a thread of its own if there are cores
-    for it; jax compiles a program once that two of them need. All counts as waiting for the
-    compiler. After an error, or a signal whose handler raises, no thread begins another program."""
+    for it. All counts as waiting for the compiler. After an error no thread begins another
+    program."""
     if len(calls) < 2 or (os.cpu_count() or 1) < FEWEST_CORES:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
@@ -93,8 +92,8 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def check_wanted() -> None:
-    """Ends a thread of `compiled_together` whose programs are no longer waited for. Call it before
-    a program compiles."""
+    """Ends a thread of `compiled_together` whose programs nobody waits for. Call it before a
+    compilation."""
     if _compiling.abandoned is not None and _compiling.abandoned.is_set():
         raise _Abandoned
 
@@ -139,8 +138,8 @@ def _listen() -> None:
 
 
 def stopwatch() -> Callable[[], float]:
-    """Returns a function () -> seconds since this call, without those that this thread waited for
-    the compiler."""
+    """Returns () -> seconds since this call, without those that this thread waited for the
+    compiler."""
     _listen()
     began = time.perf_counter()
     before = _compiling.seconds
@@ -155,8 +154,8 @@ def compile_seconds() -> float:
 
 @contextlib.contextmanager
 def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
-    """Inside, the watcher is called when the compiler begins and when it has ended. It yields () ->
-    seconds that this thread has waited for the compiler since."""
+    """Inside, the watcher is called when the compiler begins and ends. Yields () -> seconds of
+    waiting."""
     _listen()
     before = _compiling.seconds
     outer, _compiling.watcher = _compiling.watcher, watcher
@@ -167,12 +166,11 @@ def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
 
 
 def keep_programs(where: str | None) -> Path | None:
-    """Lets jax keep compiled programs in a folder, and take them from there when it compiles the
-    same again. Call it before a program is compiled.
+    """Lets jax keep compiled programs in a folder, and take them from there. Call it before a
+    program is compiled.
 
-    where: the folder; auto: one in the user's cache folder; None: programs are not kept. What the
-    user told jax itself stays. Returns our folder; None: there is none. A folder that cannot be
-    written is one line to stderr. For a mesh of several CPU devices make_mesh turns this off again.
+    where: the folder; auto: one in the user's cache folder; None: programs are not kept. Returns
+    our folder; None: there is none.
     """
     if where is None or jax.config.jax_compilation_cache_dir:
         return None

@@ -1,6 +1,4 @@
-"""The optimised HLO text of a compiled program (`compiled.as_text()`) as Python objects, as XLA
-writes it for CPU, GPU and TPU. What the programs communicate is read from them in `collectives`,
-what they compute and move in `planning.kernels`."""
+"""The optimised HLO text of a compiled program (`compiled.as_text()`) as Python objects."""
 
 import math
 import operator
@@ -129,8 +127,8 @@ def count_turns(
 
 
 def _value(name: str, computation: Computation, program: Program, args: list) -> Any:
-    """The integer that an instruction computes, or a list of them if it is a tuple; None: the text
-    does not show it. args: values of the computation's parameters."""
+    """The integer that an instruction computes, or a list of them; None: the text does not show
+    it."""
     known: dict[str, Any] = {}
 
     def of(name: str) -> Any:

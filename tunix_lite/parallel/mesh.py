@@ -1,10 +1,6 @@
-"""The mesh and its rules: which dim of an array is divided over which axis of the mesh.
-
-Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says
-which mesh axis each one is divided over. Models never mention a mesh axis. `fsdp` divides weights,
-optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There is one table
-while training and one while sampling; a run changes them by `sharding` in its settings.
-"""
+"""The mesh and its rules: arrays name their dims by *logical axes* ("embed", "heads", "batch" ...),
+and a table of rules says which mesh axis divides each. `fsdp` divides weights and the batch; `tp`
+divides heads, feed-forward and vocabulary."""
 
 import contextlib
 import math
@@ -116,25 +112,22 @@ class ShardingConfig:
 
 
 # ---- the rules in force
-# They are global to the process, as JAX's current mesh is. `constrain` and its like need both, deep
-# inside functions of the model: passed along, the rules would be a parameter of every function from
-# `forward` down. A process trains one run, so it needs one set of rules, and `use_rules` changes
-# them only while a program is traced.
+# They are global to the process, as JAX's current mesh is: passed along, the rules would be a
+# parameter of every function from `forward` down.
 
 _tables = {"train": RULES, "rollout": RULES}
 _active = ["train"]
 
 
 def set_rules(rules: ShardingConfig) -> None:
-    """Makes these the rules of the whole process, as `jax.set_mesh` does with the mesh. Programs
-    that are traced already keep the rules that they were traced with."""
+    """Makes these the rules of the whole process, as `jax.set_mesh` does with the mesh."""
     _tables.update(train=rules.table("train"), rollout=rules.table("rollout"))
 
 
 @contextlib.contextmanager
 def use_rules(name: str, **changes: str | None) -> Iterator[None]:
-    """Uses the rules of the table `name`, train or rollout, with these changes, inside the block.
-    What is traced inside keeps them."""
+    """Uses the rules of the table `name`, train or rollout, with these changes, inside the
+    block."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
     _active.append(key)
@@ -178,12 +171,9 @@ def resolve_mesh_shape(
     takes_all: bool = False,
     can_simulate: bool = False,
 ) -> dict[str, int]:
-    """Sizes by axis name, both axes present. A -1 becomes what takes all devices; without one the
-    mesh may be smaller than `num_devices`, unless takes_all.
-
-    Raises ValueError if the mesh needs more devices, or another number; the message names a mesh
-    that would fit, and, if can_simulate, how a CPU simulates more devices.
-    """
+    """Sizes by axis name, both axes present. Without a -1 the mesh may be smaller than
+    `num_devices`, unless takes_all. Raises ValueError, which names a mesh that would fit;
+    can_simulate: and how a CPU simulates more devices."""
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
     known = int(np.prod([size for size in sizes.values() if size != -1]))
@@ -214,11 +204,11 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     tp_across_nodes: bool = False,
 ) -> Mesh:
-    """The mesh over all devices (or those given), or over the first ones, if it is smaller.
+    """The mesh over all devices (or those given), or over the first ones, if it is smaller. Raises
+    ValueError.
 
-    All processes must take part in it. Over several nodes, tp stays inside each of them, and only
-    fsdp crosses the network. Raises ValueError where that cannot be. A mesh of several CPU devices
-    turns off jax's compilation cache (distributed.join).
+    Over several nodes, tp stays inside each of them. A mesh of several CPU devices turns off jax's
+    compilation cache (distributed.join).
 
     Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
     """
@@ -254,8 +244,8 @@ def split_devices(
     own_shape: MeshShape,
     devices: Sequence[jax.Device],
 ) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Splits the devices: the first ones learn, and those after them sample (rollout.mesh_shape,
-    with no -1). Raises ValueError if there are not enough, and over processes."""
+    """Splits the devices: the first ones learn, and those after them sample (rollout.mesh_shape).
+    Raises ValueError if there are not enough, and over processes."""
     if len({device.process_index for device in devices}) > 1:
         raise ValueError(
             f"{as_text(own_shape)}: over several processes sampling has no devices of its own yet; "
@@ -293,9 +283,9 @@ def spec(
     mesh: MeshSizes,
     rules: dict[str, str | None] | None = None,
 ) -> P:
-    """The partition spec of an array whose dims have these logical axes. rules: None means the
-    current ones. Raises ValueError for a dim that its mesh axis does not divide, unless it is one
-    of MAY_STAY_WHOLE; and for two dims over one mesh axis."""
+    """The partition spec of an array whose dims have these logical axes. rules: None: the current
+    ones. Raises ValueError for a dim that its mesh axis does not divide, and for two dims over one
+    mesh axis."""
     assert len(axes) == len(shape), (axes, shape)
     rules = current_rules() if rules is None else rules
     entries = []
@@ -328,8 +318,8 @@ def elements_on_device(
     mesh_shape: dict[str, int],
     rules: dict[str, str | None] | None = None,
 ) -> int:
-    """Counts the elements of an array on a device of such a mesh, by arithmetic. mesh_shape: sizes
-    by axis name. axes, rules and errors: as `spec` has them."""
+    """Counts the elements of an array on a device of such a mesh, by arithmetic. Raises as
+    `spec`."""
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     entries = spec(axes, shape, mesh, rules)
     parts = [1 if axis is None else mesh_shape[axis] for axis in entries]
@@ -347,8 +337,8 @@ def sharding(
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """`x` with the sharding of these logical axes, inside jit. Never a no-op: without a mesh it
-    raises RuntimeError."""
+    """`x` with the sharding of these logical axes, inside jit. Without a mesh it raises
+    RuntimeError."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise RuntimeError(NO_MESH)
@@ -356,8 +346,8 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
-    """Moves x from the sharding of the axes `axes` to that of the axes `to`. Its gradient goes the
-    other way, and arrives with the sharding of x."""
+    """Moves x from the sharding of the axes `axes` to that of `to`; its gradient goes the other
+    way."""
     # A plain constraint would give the gradient the same sharding as the value: every device would
     # sum all of it, where a reduce-scatter is enough.
     mesh = jax.sharding.get_abstract_mesh()
@@ -365,8 +355,8 @@ def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A weight gathered over fsdp, the axis that divides the batch, to compute with. Its gradient
-    is divided over fsdp, except where each shard keeps its own (training.sync_gradients_every)."""
+    """A weight gathered over fsdp, to compute with. Its gradient is divided over fsdp, except where
+    each shard keeps its own (training.sync_gradients_every)."""
     back = _gradient_spec(axes, x.shape)
     to = without(spec(axes, x.shape, jax.sharding.get_abstract_mesh()))
     return _move(x, back, to)
@@ -406,8 +396,8 @@ def axis_size(axis: str) -> int:
 
 
 def parts_of(logical: str) -> int:
-    """Returns the number of parts into which the current rules divide a dim of this logical axis,
-    on the current mesh."""
+    """Into how many parts the current rules divide a dim of this logical axis, on the current
+    mesh."""
     axis = current_rules()[logical]
     return 1 if axis is None else axis_size(axis)
 
@@ -439,8 +429,7 @@ def current_mesh() -> Mesh:
 
 
 def current_platform() -> str:
-    """The platform of the current mesh's devices; without a mesh, JAX's default one. Not for inside
-    jit."""
+    """The platform of the current mesh's devices, or JAX's default one. Not for inside jit."""
     mesh = jax.sharding.get_mesh()
     return jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
 

@@ -21,10 +21,7 @@ FARTHEST = 10_000
 
 @dataclass(frozen=True)
 class _Trial:
-    """A run with some changes: their overrides, and the run and the machine that they make.
-
-    Example: `Trial(("training.remat=block",), run, machine, {"fsdp": 4, "tp": 1})`.
-    """
+    """A run with some changes: their overrides, and the run and the machine that they make."""
 
     overrides: tuple[str, ...]
     run: RunConfig
@@ -45,18 +42,16 @@ class _Trial:
 
     def with_settings(self, section: str, **settings: str | int | bool | None) -> "_Trial":
         """Changes settings of `section`: training, rollout or model.lora."""
-        new = {
-            f"{section}.{name}": "null" if value is None else value
-            for name, value in settings.items()
-        }
-        run = self.run
+        overrides = dict(text.split("=", 1) for text in self.overrides)
+        for name, value in settings.items():
+            overrides.pop(f"{section}.{name}", None)
+            overrides[f"{section}.{name}"] = "null" if value is None else value
         if section == "model.lora":
-            settings = {"lora": replace(run.model.lora, **settings)}
+            settings = {"lora": replace(self.run.model.lora, **settings)}
             section = "model"
-        run = replace(run, **{section: replace(getattr(run, section), **settings)})
-        kept = [text for text in self.overrides if text.partition("=")[0] not in new]
-        overrides = (*kept, *(f"{name}={value}" for name, value in new.items()))
-        return replace(self, run=run, overrides=overrides)
+        run = replace(self.run, **{section: replace(getattr(self.run, section), **settings)})
+        texts = tuple(f"{name}={value}" for name, value in overrides.items())
+        return replace(self, run=run, overrides=texts)
 
     def with_mesh(self, machine: Machine, tp: int) -> "_Trial":
         sizes = {"fsdp": machine.num_devices // tp, "tp": tp}
@@ -73,13 +68,10 @@ Change = Callable[[_Trial], Iterator[_Trial]]
 def advice(
     plan: Plan, refine: Callable[[Plan], Plan] = lambda plan: plan
 ) -> tuple[tuple[str, ...], Plan]:
-    """The first change with which the run fits, and the plan of it; if there is none, the least
-    that it gets down to.
-
+    """The overrides with which the run fits, and the plan of it; or the least that it gets down to.
     Single changes first, the cheapest first; then several, as few as do; then more devices. An
-    estimate must leave ESTIMATE_MARGIN of the memory free. refine(estimate that fits) -> a plan
-    that knows more, by compiling it.
-    """
+    estimate must leave ESTIMATE_MARGIN free. refine(estimate that fits) -> a plan that knows
+    more."""
     start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         changed = trial.plan()
@@ -157,9 +149,6 @@ def _applied(start: _Trial, steps: list[int]) -> _Trial:
         ways = [start, *make(start)]
         start = ways[min(count, len(ways) - 1)]
     return start
-
-
-# ---- the changes
 
 
 def _changed_to(

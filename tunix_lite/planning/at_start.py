@@ -130,26 +130,22 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     machine = attached_machine()
     chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
-    phases = []
-    for phase in plan.phases:
-        adds = phase.adds if phase.name == "rollout" else {}
-        exact = {part: size for part, size in adds.items() if part != "temporary"}
-        phases.append(replace(phase, adds=exact))
+    known = ("weights to sample", "cache", "prompts")
+    phases = [
+        replace(phase, adds={name: phase.adds.get(name, 0) for name in known})
+        for phase in plan.phases
+    ]
     check_fits(replace(plan, phases=tuple(phases)), say)
 
 
 def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     """Raises ConfigError, with what would fit, where the plan of a run does not;
-    training.memory_check=warn says it.
-
-    Of packed rows only sampling counts: their update and scoring are planned at their fullest, and
-    batches as they come may fit. Without a known memory nothing is checked.
-    """
+    training.memory_check=warn says it. Of packed rows, planned at their fullest, only sampling
+    counts."""
     capacity = plan.machine.capacity
     if capacity is None:
         return
 
-    # A device that only samples (rollout.mesh_shape).
     problems = []
     needed = sum(plan.apart.values())
     if needed > capacity:
@@ -167,13 +163,11 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     name = max(counted, key=counted.get)
     peak = plan.resident_bytes + counted[name]
     if peak > capacity:
-        always = f"{plan.resident_bytes / GiB:.2f} all the time"
-        of = f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device"
-        over = f"{(peak - capacity) / GiB:.2f} too much"
-        parts = f"{always} and {counted[name] / GiB:.2f} for {name}"
-
-        # What would make it fit, by formulas: nothing is compiled for it.
-        overrides, changed = advice(_with_architecture(plan))
+        # What would make it fit, by formulas: nothing is compiled for it. The hub is not asked
+        # again for the architecture.
+        model = replace(plan.resolved.run.model, architecture=plan.resolved.cfg)
+        run = replace(plan.resolved.run, model=model)
+        overrides, changed = advice(replace(plan, resolved=replace(plan.resolved, run=run)))
         size = f"{changed.peak_bytes / GiB:.2f} GiB"
         with_them = f", with {' '.join(overrides)}" if overrides else ""
         remedy = f"it would fit, by an estimate of {size}{with_them}"
@@ -183,37 +177,31 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
                 "a smaller model, a shorter generation.max_new_tokens or a larger "
                 "model.mesh_shape takes less"
             )
-        problems.append(f"the run does not fit: {of}, {over} ({parts}); {remedy}")
+        problems.append(
+            f"the run does not fit: {peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device, "
+            f"{(peak - capacity) / GiB:.2f} too much ({plan.resident_bytes / GiB:.2f} all the "
+            f"time and {counted[name] / GiB:.2f} for {name}); {remedy}"
+        )
     for problem in problems:
         if plan.resolved.run.training.memory_check != "warn":
             raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
         say(f"{problem}; it starts all the same, as training.memory_check=warn says")
 
 
-def _with_architecture(plan: Plan) -> Plan:
-    """The plan of a run with its architecture, so that the hub is not asked again for it."""
-    run = plan.resolved.run
-    run = replace(run, model=replace(run.model, architecture=plan.resolved.cfg))
-    return replace(plan, resolved=replace(plan.resolved, run=run))
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a device had no memory left, as XLA says it."""
     if error is None:
         return False
-    text = str(error)
-    is_so = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+    is_so = any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory"))
     return is_so or is_out_of_memory(error.__cause__)
 
 
 def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     capacity = plan.machine.capacity
-    fits = ""
-    if plan.fits is False:
-        is_packed = plan.resolved.rows.packing != "none"
-        fullest = " with rows at their fullest" if is_packed else ""
-        fits = f": DOES NOT FIT{fullest}, see `tunix-lite plan`"
+    is_packed = plan.resolved.rows.packing != "none"
+    fullest = " with rows at their fullest" if is_packed else ""
+    fits = f": DOES NOT FIT{fullest}, see `tunix-lite plan`" if plan.fits is False else ""
     how = "at most" if plan.phases[-1].source == COMPILED else "by formula"
     room = "" if capacity is None else f" of {capacity / GiB:.2f}"
     peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device {how}{fits}"

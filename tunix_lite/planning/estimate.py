@@ -1,12 +1,7 @@
-"""The memory of a run by formulas: what plan says where nothing is compiled. Bytes are those of one
-device.
-
-What lies on a device between the programs, and sampling's copy of the weights, cache and prompts,
-are exact. Temporaries are modelled: the formulas name what must exist at once, and were compared
-with what XLA plans for TPUs and GPUs (docs/guide/plan.md says how far off they were). Sizes, in the
-letters of types.py: D embed, N heads, K key/value heads, H head size, F feed-forward, V vocabulary,
-L layers; n tokens of a micro-batch on a device; b bytes of an element as computed.
-"""
+"""The memory of a run by formulas, in bytes of one device. What stays there, and sampling's
+weights, cache and prompts, are exact; temporaries are modelled (docs/guide/plan.md says how well).
+Letters as in types.py, and n tokens of a micro-batch on a device, b bytes of an element as
+computed."""
 
 import math
 from collections import Counter
@@ -30,18 +25,14 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 @dataclass(frozen=True)
 class MemoryEstimate:
     """The memory of a run on a device, by part, in bytes.
-
-    Example: `MemoryEstimate(resolved).update()["gradients"]`.
-    """
+    Example: `MemoryEstimate(resolved).update()["gradients"]`."""
 
     resolved: ResolvedRun
 
     def resident(self) -> dict[str, int]:
-        """The bytes that stay on a device from step to step, by part.
-
-        reference: for a KL term without LoRA, the weights once more; with it, the adapters that
-        training starts from, if any. Each frozen model of the algorithm is a part, too.
-        """
+        """The bytes that stay on a device from step to step, by part; each frozen model is one.
+        reference: for a KL term without LoRA the weights once more, with it the adapters that
+        training starts from."""
         resolved = self.resolved
         table = resolved.tables
         trained = resolved.table_bytes(table.trained)
@@ -72,12 +63,21 @@ class MemoryEstimate:
             parts[name] = resolved.table_bytes(stored)
         return parts
 
+    def code(self) -> int:
+        """The bytes of all programs where they lie in the memory of the device, on TPUs: layers of
+        prompts and of decoding stand there one by one. As libtpu made it of Gemma 3 270M, Gemma 4
+        E2B and Qwen 3.5 0.8B (November 2026)."""
+        if self.resolved.platform != "tpu":
+            return 0
+        kinds = self.resolved.cfg.kinds_of_weights
+        return 150_000_000 + 6_000_000 * len(kinds) + 17_000_000 * kinds.count("delta")
+
     # ---- sampling
 
     def rollout(self) -> dict[str, int]:
         """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts
-        that wait, and the temporaries of decoding, reading prompts, appending to slots or
-        offloading one, whichever is most."""
+        that wait, and the temporaries of decoding, reading prompts or appending to slots,
+        whichever is most."""
         resolved = self.resolved
         memory = resolved.sampling_memory
         is_gathered = resolved.sampling_weights == "gathered"
@@ -98,13 +98,15 @@ class MemoryEstimate:
         block, width, _ = memory.prompt_cache
         rows = -(-block // resolved.fsdp)
         reading = self._layer_at_work(rows * width) + self._scores_at_work(rows, width)
-        # An offloaded slot on its way to the host or back: all of it on every device.
-        offloading = memory.offloaded_bytes() if resolved.may_offload else 0
+        if resolved.platform == "tpu":
+            # Layers are not in a loop there, and XLA keeps what each half of them adds to.
+            hidden = resolved.itemsize * rows * width * cfg.embed_dim
+            reading += 2 * cfg.num_layers * hidden
         return {
             "weights to sample": self.sampling_copy(is_gathered),
             "cache": memory.cache_bytes(),
             "prompts": memory.prompt_bytes(),
-            "temporary": max(decoding, reading, self.appending(), offloading),
+            "temporary": max(decoding, reading, self.appending()),
         }
 
     def sampling_copy(self, is_gathered: bool) -> int:
@@ -159,11 +161,8 @@ class MemoryEstimate:
     def choose_sampling_weights(
         self, capacity: int | None, beside: dict[str, int] | None = None
     ) -> str:
-        """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
-
-        capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
-        what stays there, where it is not `resident`.
-        """
+        """gathered or sharded, by the rule of rollout.memory. capacity: bytes of a device; None:
+        whole weights are taken to fit. beside: what stays on it, where it is not `resident`."""
         if capacity is None and self.resolved.run.rollout.weights == "auto":
             return "gathered"
         stays = self.resident() if beside is None else beside
@@ -226,12 +225,9 @@ class MemoryEstimate:
         }
 
     def update(self) -> dict[str, int]:
-        """The bytes that the update adds: its batch, gradients, and activations with all else that
-        is temporary.
-
-        activations: what is kept of every layer, and the larger of one layer at work (recomputed
-        forward, and backward) and the head's scores.
-        """
+        """The bytes that the update adds: its batch, gradients, and activations: what is kept of
+        every layer, and the larger of one layer at work (recomputed forward, and backward) and the
+        head's scores."""
         resolved = self.resolved
         rows, width = self._tokens_at_once()
         layer = 2 * self._layer_at_work(rows * width)
@@ -301,14 +297,7 @@ class MemoryEstimate:
 
     def kept_layers(self, rows: int, width: int) -> int:
         """The bytes that the backward pass finds of every layer: its input, nD, the layer's own
-        input, if there is one, and what training.remat keeps beside them.
-
-        save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the
-        feed-forward's three products. none: those, what attention gives, and its scores in float32
-        where they are made all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and
-        the layer's matrices. What a program without a loop over layers keeps more than these is not
-        known.
-        """
+        input, if there is one, and what training.remat keeps beside them."""
         counts = Counter(self.resolved.cfg.kinds_of_weights)
         return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
 

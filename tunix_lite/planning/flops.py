@@ -1,12 +1,6 @@
-"""FLOPs and bytes of the model by formulas that can be counted by hand, and how near a run comes to
-the hardware.
-
-XLA's own count is of no use here: it sees a scanned layer once. A multiplication and an addition
-are two FLOPs. What counts is what the mathematics needs: recomputation, padding and masked scores
-do not, nor do norms, rope, softmax and activations, which are small. Of a layer of attention, with
-D = embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k
-and v: DKH each, o: NHD, gate, up and down: DF each.
-"""
+"""FLOPs of the model by formulas; a multiplication and an addition are two. Recomputation, padding,
+masked scores, norms, rope, softmax and activations do not count. Of a layer of attention the
+weights are q: DNH, k and v: DKH each, o: NHD, gate, up and down: DF each (letters of types.py)."""
 
 import math
 from collections import Counter
@@ -86,47 +80,3 @@ def mfu(
 ) -> float | None:
     """The share of the devices' bfloat16 peak; None if that is not known."""
     return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
-
-
-def decode_bytes(
-    cfg: Architecture,
-    lengths: Iterable[int],
-    weight_itemsize: float = 2,
-    cache_itemsize: float = 2,
-) -> float:
-    """Bytes that one decode step over sequences of these lengths must read, on all devices
-    together: every weight once, and of each sequence the keys and values that its next token sees,
-    and the float32 state of its gated delta nets, which is written, too. weight_itemsize,
-    cache_itemsize: bytes of an element; a fraction for codes with scales."""
-    lengths = [int(length) for length in lengths]
-    seen = 0
-    for kind in (kind for kind in cfg.kinds if kind in decoder.ATTENTION):
-        tokens = sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
-        seen += tokens * math.prod(cfg.kv_shape(kind))
-    weights = _matmul_params(cfg) + _head_params(cfg)
-    states = 0
-    if (net := cfg.delta) is not None:
-        in_a_layer = 2 * 4 * net.num_value_heads * net.key_dim * net.value_dim
-        states = len(lengths) * cfg.kinds.count("delta") * in_a_layer
-    return states + weights * weight_itemsize + 2.0 * seen * cache_itemsize
-
-
-def roofline(
-    flops: float,
-    bytes_read: float,
-    sent_bytes: float,
-    hardware: Hardware,
-    sent_between_nodes: float = 0.0,
-) -> tuple[float, str]:
-    """The least seconds that this takes on one device, and what takes them: compute, memory or
-    links, as if they overlapped perfectly. sent_between_nodes: bytes that leave the node, beside
-    sent_bytes within it."""
-    seconds = {
-        "compute": flops / hardware.peak_flops,
-        "memory": bytes_read / hardware.memory_bandwidth,
-        "links": max(
-            sent_bytes / hardware.link_bandwidth, sent_between_nodes / hardware.node_bandwidth
-        ),
-    }
-    bound = max(seconds, key=seconds.get)
-    return seconds[bound], bound

@@ -1,43 +1,25 @@
-"""Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`.
+"""Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`,
+with lengths as they will be and padding counted. The host and refills of slots take no time."""
 
-Unlike the bound of planning.speed, a forecast takes lengths as they will be and not the longest,
-and counts padding and the kernels that are started. The host and refills of slots take no time.
-"""
-
-import functools
 import heapq
 import math
-import statistics
-import time
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.basics.errors import ConfigError
-from tunix_lite.planning import speed
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.kernels import predicted_seconds
-from tunix_lite.planning.lengths import Lengths, json_rows
+from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.rollout.engine import padded_width, prompt_widths
 from tunix_lite.settings.resolved_run import ResolvedRun
 
-# Steps left out at the start of a run, which compile.
-FIRST = 2
-
 
 @dataclass(frozen=True)
 class Forecast:
     """A predicted step, and the run of such steps.
-
-    Example: forecast(resolved, plan.programs, Lengths(), hardware).step_seconds.
-    """
+    Example: forecast(resolved, plan.programs, Lengths(), hardware).step_seconds."""
 
     # seconds of one step by phase: prefill, decode, scorers by name, update
     seconds: dict[str, float]
@@ -78,15 +60,16 @@ def forecast(
         resolved.batch.prompts * mini_batches, algorithm.num_generations, resolved.lengths
     )
     # Of one call of each. The kernels send everything within a node; what goes to another node
-    # takes longer.
+    # takes longer. Only neighbours over tp are on one node.
     once = {}
+    node = hardware.host_devices
+    is_far = hardware.platform != "tpu" and math.prod(resolved.mesh_shape.values()) > node
+    longer = 1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth
     for name, program in programs.items():
-        sent: dict[str, float] = Counter()
+        once[name] = predicted_seconds(list(program.kernels), hardware)
         for group in program.collectives:
-            sent[group.axis] += group.sent_bytes
-        _, far = speed.links(sent, resolved.mesh_shape, hardware)
-        longer = 1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth
-        once[name] = predicted_seconds(list(program.kernels), hardware) + far * longer
+            if is_far and (group.axis != "tp" or resolved.tp > node):
+                once[name] += group.sent_bytes * longer
     # A rollout serves several updates; what it takes is divided among them.
     share = 1 / algorithm.updates_per_rollout
     seconds: dict[str, float] = {}
@@ -131,98 +114,3 @@ def decode_steps(completions: np.ndarray, slots: int, chunk: int) -> int:
         begun = heapq.heappop(free_at)
         heapq.heappush(free_at, begun + chunk * math.ceil(length / chunk))
     return max(free_at)
-
-
-# ---- a machine that is not in the table
-
-
-@functools.cache
-def measured_hardware(platform: str) -> Hardware:
-    """The attached devices, by the rate of a product in float32 and of a pass over memory, measured
-    in a second or two; the devices share both. Links are memory there."""
-
-    def seconds_of(call: Callable[[], jax.Array]) -> float:
-        seconds = []
-        for _ in range(6):
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds.append(time.perf_counter() - began)
-        # the first one compiles
-        return statistics.median(seconds[1:])
-
-    side = 2048
-    x = jnp.ones((side, side), jnp.float32)
-    product = jax.jit(jnp.matmul)
-    flops = 2.0 * side**3 / seconds_of(lambda: product(x, x))
-    large = jnp.zeros(1 << 25, jnp.float32)
-    add = jax.jit(lambda x: x + 1.0)
-    moved = 2.0 * large.nbytes / seconds_of(lambda: add(large))
-    devices = jax.local_device_count()
-    bandwidth = moved / devices
-    name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
-    rates = (flops / devices, bandwidth, bandwidth, bandwidth)
-    return Hardware(name, platform, 0, *rates, 1024, (), None)
-
-
-# ---- predicted against measured
-
-
-@dataclass(frozen=True)
-class PredictedRow:
-    """One row: predicted and measured, in seconds, tokens or steps.
-
-    Example: PredictedRow("update", 0.78, 0.80).off is -0.025.
-    """
-
-    name: str
-    predicted: float
-    # None: the run has not measured it
-    measured: float | None
-
-    @property
-    def off(self) -> float | None:
-        """How far off the prediction is, as a share of what was measured."""
-        return self.predicted / self.measured - 1 if self.measured else None
-
-
-def measured(folder: str) -> dict[str, float]:
-    """Medians of the numbers in metrics.jsonl over the steps after the first ones; a phase of only
-    some steps counts with its share of a step. Raises ConfigError where there are none."""
-    file = Path(folder).expanduser() / "metrics.jsonl"
-    rows = [row for row in json_rows(file) if isinstance(row.get("time/step"), int | float)]
-    if not rows:
-        raise ConfigError(
-            f"verify={folder}: there is no metrics.jsonl with steps of a run in it"
-        )
-    if len(rows) <= FIRST:
-        raise ConfigError(
-            f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "
-            f"count, so it takes at least {FIRST + 1}"
-        )
-    rows = rows[FIRST:]
-    medians = {}
-    for name in {name for row in rows for name in row}:
-        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        if values:
-            share = len(values) / len(rows) if name.startswith("time/") else 1.0
-            medians[name] = float(statistics.median(values)) * share
-    return medians
-
-
-def predicted_against(made: Forecast, took: dict[str, float]) -> list[PredictedRow]:
-    """Predicted against measured: phases, the step, tokens and decode steps."""
-    seconds = dict(made.seconds)
-    if "decode" in seconds:
-        seconds = {"rollout": seconds.pop("prefill") + seconds.pop("decode")} | seconds
-    rows = []
-    for phase, predicted in seconds.items():
-        names = ["reference", "rescore"] if phase == "scoring" else [phase]
-        known = [took[f"time/{name}"] for name in names if f"time/{name}" in took]
-        rows.append(PredictedRow(phase, predicted, sum(known) if known else None))
-    rate = took.get("perf/tokens_per_second")
-    rows.append(PredictedRow("step", made.step_seconds, took["time/step"]))
-    rows.append(PredictedRow("tokens/s", made.tokens_per_second, rate))
-    if made.decode_steps:
-        steps = took.get("rollout/decode_steps")
-        rows.append(PredictedRow("decode steps", float(made.decode_steps), steps))
-    return rows

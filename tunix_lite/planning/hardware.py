@@ -1,10 +1,6 @@
-"""What accelerators are, the devices that a plan is for, by a name or as they are attached, and
-devices to compile for that are not there.
-
-Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
-sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
-`device_kind` are as the software reports them.
-"""
+"""What accelerators are, and devices to plan and compile for that need not be there. Peaks are
+those of NVIDIA's data sheets (SXM boards, dense) and of docs.cloud.google.com/tpu/docs; memory and
+`device_kind` are as the software reports them."""
 
 import difflib
 import importlib.util
@@ -18,7 +14,6 @@ import jax
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import GPU_SHARE
-from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30
 # What a process takes of a CPU's memory beside weights and temporaries: Python, jax and other
@@ -30,10 +25,7 @@ _PROCESS_BYTES = 800_000_000
 @dataclass(frozen=True)
 class _Gpu:
     """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
-    board reports.
-
-    Example: Gpu(capability=9, multiprocessors=132, ...) is an H100.
-    """
+    board reports."""
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -45,10 +37,7 @@ class _Gpu:
 
 @dataclass(frozen=True)
 class _Tpu:
-    """How TPUs come in slices.
-
-    Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips.
-    """
+    """How TPUs come in slices."""
 
     shapes: tuple[str, ...]  # chips along each axis of the slices that exist
     # what a name counts, per device: v5p-64 has 64 cores that jax shows as 32 devices
@@ -60,9 +49,7 @@ class _Tpu:
 @dataclass(frozen=True)
 class Hardware:
     """One kind of accelerator; all numbers are of one jax device.
-
-    Example: find_target("h100x8").hardware.
-    """
+    Example: find_machine("h100x8").hardware."""
 
     name: str
     platform: str  # cuda or tpu
@@ -140,9 +127,7 @@ GPU_LIBRARIES = GiB // 2
 @dataclass(frozen=True)
 class Machine:
     """The devices that a plan is for.
-
-    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees.
-    """
+    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees."""
 
     name: str  # as typed: v5e-16; or attached
     platform: str
@@ -151,20 +136,17 @@ class Machine:
     # bytes that the programs of a run can have on a device; None: nobody knows
     capacity: int | None
     capacity_is: str = ""  # in words
-    # of a host's memory, what is free now; None: the hosts are not here
-    host_bytes: int | None = None
     # of a device, what the process itself takes there
     process_bytes: int = 0
 
 
-def find_target(text: str) -> Machine:
-    """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names
-    it.
-
-    v5e and v6e names count chips, v4, v5p and tpu7x names TensorCores; a v4 or v5p chip joins its
-    two into one device. Raises ValueError, with a name that would do, for what is unknown or does
-    not exist.
-    """
+@error_context("target")
+def find_machine(text: str) -> Machine:
+    """The devices that jax sees, `attached`, or that a name means: h100x8, or v5e-16, a slice as
+    Google Cloud names it. v5e and v6e names count chips, others TensorCores, of which a v4 or v5p
+    chip joins two into one device. Raises ConfigError, with a name that would do."""
+    if text == "attached":
+        return attached_machine()
     typed = text.strip().lower()
     match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
@@ -217,25 +199,26 @@ def slice_shapes(hardware: Hardware) -> dict[int, str]:
     return {n * hardware.chip.devices: shape for n, shape in chips.items()}
 
 
-def compile_only_devices(target: Machine) -> list:
-    """Devices that programs can be compiled for, though they are not there.
-
-    Raises ValueError, naming what to install, if the compiler for them is missing.
-    """
-    platform = target.hardware.platform
+def devices_of(machine: Machine) -> list:
+    """Devices to compile for, which need not be there. Raises ConfigError, naming what to install
+    or analytic=true, if there is no compiler."""
+    if machine.name == "attached":
+        return jax.devices()
+    platform = machine.platform
+    where = f"target={machine.name}"
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
-        raise ValueError(
-            f"to compile for {target.name} without having it, install its compiler, on Linux: "
-            f"pip install -e '.[{EXTRAS[platform]}]'"
+        raise ConfigError(
+            f"{where}: to compile for it without having it, install its compiler, on Linux: pip "
+            f"install -e '.[{EXTRAS[platform]}]'; or estimate without it: analytic=true"
         )
-    hardware = target.hardware
-    count = target.num_devices
+    hardware = machine.hardware
+    count = machine.num_devices
     if platform == "cuda":
         nodes = max(1, count // hardware.host_devices)
         # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
         topology = {
             "topology": f"1x{nodes}x{count // nodes}",
-            "target_config": gpu_target_config(hardware),
+            "target_config": _gpu_target_config(hardware),
         }
     else:
         # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
@@ -244,8 +227,9 @@ def compile_only_devices(target: Machine) -> list:
         shapes = slice_shapes(hardware)
         if count not in shapes:
             some = ", ".join(map(str, shapes))
-            raise ValueError(
-                f"no {hardware.name} slice shows {count} devices; some show {some}"
+            raise ConfigError(
+                f"{where}: no {hardware.name} slice shows {count} devices; some show {some}; or "
+                "estimate without its compiler: analytic=true"
             )
         topology = {
             "topology_name": f"{hardware.name}:{shapes[count]}",
@@ -255,17 +239,15 @@ def compile_only_devices(target: Machine) -> list:
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform=platform, **topology).devices
+        return list(topologies.get_topology_desc(platform=platform, **topology).devices)
     except NotImplementedError as error:
-        raise ValueError(
-            f"the compiler for {target.name} is installed, but jax has not loaded it ({error}); "
-            "set JAX_PLATFORMS=cpu before the program starts"
+        raise ConfigError(
+            f"{where}: its compiler is installed, but jax has not loaded it ({error}); set "
+            "JAX_PLATFORMS=cpu before the program starts; or estimate without it: analytic=true"
         ) from error
-    assert len(devices) == count, (target, devices)
-    return list(devices)
 
 
-def gpu_target_config(hardware: Hardware) -> str:
+def _gpu_target_config(hardware: Hardware) -> str:
     """A GPU as XLA wants it described, its GpuTargetConfigProto as text."""
     # what is a number below is the same for compute capability 8.0 and 9.0
     chip = hardware.chip
@@ -304,15 +286,6 @@ def memory_limit(device: jax.Device) -> int | None:
         return None
 
 
-def find_machine(target: str) -> Machine:
-    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
-    nothing."""
-    if target == "attached":
-        return attached_machine()
-    with error_context("target"):
-        return find_target(target)
-
-
 def attached_machine() -> Machine:
     """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
     decide by the least."""
@@ -326,19 +299,5 @@ def attached_machine() -> Machine:
         of_device(device),
         None if None in limits else min(limits),
         "physical memory" if on_cpu else "what the runtime allows",
-        min(allgather_values(free_host_bytes())),
         _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
     )
-
-
-def devices_of(machine: Machine) -> list:
-    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no
-    compiler."""
-    if machine.name == "attached":
-        return jax.devices()
-    try:
-        return compile_only_devices(machine)
-    except ValueError as error:
-        raise ConfigError(
-            f"target={machine.name}: {error}; or estimate without it: analytic=true"
-        ) from error

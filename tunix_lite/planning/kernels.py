@@ -1,25 +1,16 @@
-"""The kernels that a compiled program starts on one device, by its HLO text, and their time by a
-stated machine model.
+"""The kernels that a compiled program starts on one device, by its HLO text: fusions, library
+calls, copies and collectives, with their bytes, FLOPs and how often they run; and their time.
 
-`kernels` has one entry for each fusion, library call, copy and collective, with its bytes, FLOPs
-and how often it runs. How things are counted:
+- A kernel reads each operand once and writes its result once; where a fusion slices, gathers,
+  updates a slice or scatters, it is the slices that count. Aliases move no bytes.
+- A library call that updates an operand in place reads all of it, and writes no more into it than
+  it reads of the others. The text does not show FLOPs of a Pallas kernel: they count as 0.
+- A loop counts as often as it turns, and of branches the one with most bytes. Arrays in the on-chip
+  memory of a TPU cost no bytes.
 
-- A kernel reads each operand once and writes its result once; of an operand that a fusion only
-  slices or gathers from, it reads the slices. A fusion that ends in a dynamic-update-slice or a
-  scatter reads and writes the slice, not the buffer.
-- Aliases move no bytes. A library call, such as a Pallas kernel, that updates an operand in place
-  reads all of it, and writes no more into it than it reads of its other operands. The text does not
-  show the FLOPs of a Pallas kernel: they count as 0.
-- A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
-  counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
+Kernels run one after the other, and each takes as long as on its roofline:
 
-The model: kernels run one after the other, and each takes
-
-    launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)
-
-with the figures of `planning.hardware`. No kernel misses its peak in it, so it is a forecast of a
-well-tuned program, and no device has confirmed it yet.
-"""
+    launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)"""
 
 import itertools
 import math
@@ -63,9 +54,7 @@ LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
 @dataclass(frozen=True)
 class Kernel:
     """One thing that a program starts on a device.
-
-    Example: Kernel("fusion.3", "matmul", 12, 2_654_208, 73_728, 1.7e8) runs 12 times.
-    """
+    Example: Kernel("fusion.3", "matmul", 12, 2_654_208, 73_728, 1.7e8) runs 12 times."""
 
     name: str
     # matmul (a fusion with a product in it), fusion, library, copy, collective, or another op;
@@ -86,9 +75,7 @@ class Kernel:
 
 def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
     """Everything that one call of the program starts on a device, in the order of the text.
-
-    mesh_shape: size by axis; None: of one device.
-    """
+    mesh_shape: size by axis; None: of one device."""
     program, entry = parse(text)
     # XLA for TPU writes tilings, :T(8,128); there scalars are computed beside the kernels.
     every = _Walk(program, ":T(" in text).of_computation(entry, 1, 1)
@@ -120,12 +107,9 @@ def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
     return total
 
 
-# ---- the walk
-
-
 @dataclass(frozen=True)
 class _Walk:
-    """Of one program. Example: _Walk(program, False).of_computation("main", 1, 1)."""
+    """Of one program."""
 
     program: Program
     scalars_are_free: bool
@@ -196,8 +180,6 @@ class _Walk:
             inner = self.inner(i)
             total += self.flops(inner) if inner else _flops(i, computation)
         return total
-
-    # ---- bytes
 
     def read_bytes(
         self, i: Instruction, computation: Computation, inner: Computation | None
@@ -304,9 +286,6 @@ def bytes_of(type_: str) -> int:
 
 def _elements(type_: str) -> int:
     return sum(array_bytes("8", dims) for _, _, dims in ARRAY.findall(type_))
-
-
-# ---- FLOPs
 
 
 def _flops(i: Instruction, computation: Computation) -> float:

@@ -1,18 +1,11 @@
-"""How long prompts and completions will be: as a run recorded them, or assumed.
+"""How long prompts and completions will be: as a run recorded them, or assumed, exponential with a
+mean that is a share of the maximum: many are short, a few are long."""
 
-An assumed length is exponential, cut off at its maximum, with a mean that is a share of it: many
-are short, a few are long. With a share of 1 all have the maximum.
-"""
-
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy.optimize import brentq
-
-from tunix_lite.basics.errors import ConfigError
 
 # Share of the maximum that a mean length has, if nobody says.
 MEAN_SHARE = 0.5
@@ -25,9 +18,7 @@ ALMOST_ALL = 0.995
 @dataclass(frozen=True)
 class Lengths:
     """Where the lengths of a plan come from.
-
-    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64)).
-    """
+    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64))."""
 
     # Means as shares of the maxima.
     prompt_share: float = MEAN_SHARE
@@ -61,13 +52,11 @@ class Lengths:
         if self.completions:
             mean = np.mean(self.completions)
             return (
-                f"recorded by {self.recorded_by}: {len(self.completions)} completions of "
+                f"lengths recorded by {self.recorded_by}: {len(self.completions)} completions of "
                 f"{mean:.1f} tokens on average, prompts of {self.mean_prompt:.1f}"
             )
-        return (
-            f"assumed: on average {self.prompt_share:.0%} of the longest prompt and "
-            f"{self.completion_share:.0%} of the longest completion, exponential"
-        )
+        shares = f"prompts {self.prompt_share:.0%}, completions {self.completion_share:.0%}"
+        return f"assumed lengths: {shares} of the longest on average"
 
 
 def assumed(
@@ -80,51 +69,3 @@ def assumed(
     scale = brentq(lambda r: -r * math.expm1(-1 / r) - share, 1e-3, 1e3, xtol=1e-12)
     drawn = np.ceil(rng.exponential(scale * longest, shape))
     return np.clip(drawn, 1, longest).astype(int)
-
-
-def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
-    """The lengths that a run recorded in its samples and metrics. Raises ConfigError, which names
-    the setting, where it recorded none."""
-    path = Path(folder).expanduser()
-    rows = [
-        row for file in sorted(path.glob("samples/step_*.jsonl")) for row in json_rows(file)
-    ]
-    tokens = [row["tokens"] for row in rows if isinstance(row.get("tokens"), list)]
-    completions = tuple(len(row) for row in tokens if row)
-    if not completions:
-        raise ConfigError(
-            f"{setting}={folder}: there are no samples with tokens, such as "
-            "samples/step_000020.jsonl"
-        )
-
-    # Prompts are not kept as tokens, but how many tokens were read is.
-    read = [row.get("rollout/prefill_tokens") for row in json_rows(path / "metrics.jsonl")]
-    read = [count for count in read if isinstance(count, int | float)]
-    plan = next(iter(json_rows(path / "plan.json", whole=True)), {})
-    plans = plan.get("plans")
-    first = plans[0] if isinstance(plans, list) and plans else None
-    prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
-    if not read or not isinstance(prompts, int) or not prompts:
-        raise ConfigError(
-            f"{setting}={folder}: metrics.jsonl has no rollout/prefill_tokens, or plan.json no "
-            "number of prompts, so the length of the prompts is not known"
-        )
-    mean_prompt = float(np.mean(read)) / prompts
-    return Lengths(completions=completions, mean_prompt=mean_prompt, recorded_by=folder)
-
-
-def json_rows(file: Path, whole: bool = False) -> list[dict]:
-    """The objects of a file of JSON lines, or the one object of a JSON file; [] if it is missing.
-    Lines that are no objects are left out."""
-    if not file.is_file():
-        return []
-    text = file.read_text(encoding="utf-8", errors="replace")
-    rows = []
-    for part in [text] if whole else text.splitlines():
-        try:
-            value = json.loads(part)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            rows.append(value)
-    return rows

@@ -1,9 +1,6 @@
 """training.packing=auto: a sequence a row, several side by side, or with the group's prompt once,
-whichever computes least for the lengths that are expected.
-
-Packing changes no answer, rounding apart. What it saves is padding, and the copies of a prompt that
-its completions share; what it costs is attention over longer rows.
-"""
+whichever computes least for the lengths that are expected. Packing saves padding and copies of
+prompts, costs attention over longer rows, and changes no answer, rounding apart."""
 
 import math
 from collections.abc import Callable
@@ -30,11 +27,7 @@ PROMPT_TOKENS = 1_000
 
 @dataclass(frozen=True)
 class _RowWork:
-    """What an update or a scorer computes: rows, padding included, on all devices together.
-
-    Example: RowWork(parts=2, rows=64, width=96, scored=64, tokens=3000) has 2 micro-batches of 64
-    rows of 96 tokens, of which 3000 are no padding.
-    """
+    """What an update or a scorer computes: rows, padding included, on all devices together."""
 
     parts: int
     # rows of one micro-batch
@@ -48,11 +41,9 @@ class _RowWork:
 def with_packing(
     run: RunConfig, resolve: Callable[[RunConfig], ResolvedRun], lengths: Lengths | None = None
 ) -> ResolvedRun:
-    """The resolved run; where packing is auto, with the packing that computes least.
-
-    resolve: resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume
-    them, so that a run that resumes chooses the same. Raises ConfigError as resolve does.
-    """
+    """The resolved run; where packing is auto, with the packing that computes least. resolve:
+    resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume them, so
+    that a run that resumes chooses the same. Raises ConfigError as resolve does."""
     training = run.training
     if training.packing != AUTO:
         return resolve(run)
@@ -93,13 +84,7 @@ def with_packing(
         return replace(trials[best], packing_reason=reason)
     is_less = best == "none" and min(flops, key=flops.get) != best
     gain = f"; {LEAST_GAIN:.0%} must be saved" if is_less else ""
-    source = f"lengths {lengths}"
-    if not lengths.completions:
-        shares = (
-            f"prompts {lengths.prompt_share:.0%}, completions {lengths.completion_share:.0%}"
-        )
-        source = f"assumed lengths: {shares} of the longest on average"
-    reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({source})"
+    reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({lengths})"
     return replace(trials[best], packing_reason=reason)
 
 
@@ -162,15 +147,8 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     if rows.packing == "none":
         per_part = len(counts) // rows.num_parts
         return _RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
-    packed = packing.packed(
-        batch.tokens,
-        batch.token_mask,
-        counts,
-        rows.shape,
-        rows.rows_per_part,
-        rows.num_parts,
-        fsdp,
-    )
+    sizes = (rows.shape, rows.rows_per_part, rows.num_parts, fsdp)
+    packed = packing.packed(batch.tokens, batch.token_mask, counts, *sizes)
     scored = packed.is_scored.shape[1]
     width = packed.row_shape.width
     return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, width, scored, tokens)

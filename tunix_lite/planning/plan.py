@@ -1,11 +1,8 @@
-"""What fits, what it moves and how fast it can be: a run on a target, of estimates and compiled
-programs.
+"""A run on a target, by estimates and compiled programs. A step has phases, one after the other:
+rollout, scoring (by the reference of the KL term), update. On a device there is what is resident,
+and what the phase at hand adds; the plan fits if the largest sum does."""
 
-A step has phases, one after the other: rollout, scoring (by the reference of the KL term), update.
-On a device there is what is resident, and what the phase at hand adds; the plan fits if the largest
-sum does.
-"""
-
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +17,6 @@ from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
-from tunix_lite.planning.speed import Bound, Speed
-from tunix_lite.rollout.memory import Offloading
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
 from tunix_lite.settings.resolved_run import (
@@ -37,8 +32,7 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "append")
-SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
+SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -46,15 +40,11 @@ PROGRAMS = "programs"
 @dataclass(frozen=True)
 class Phase:
     """One phase of a step on one device, in bytes.
-
-    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes.
-    """
+    Example: Phase("rollout", "estimate", {"cache": 2**30, "prompts": 2**20}).added_bytes."""
 
     name: str
     source: str  # compiled or estimate
     adds: dict[str, int]  # to what is resident, by part
-    # None: not a part of a step, as sampling is where nothing but evaluation samples
-    bound: Bound | None = None
 
     @property
     def added_bytes(self) -> int:
@@ -64,9 +54,7 @@ class Phase:
 @dataclass(frozen=True)
 class Plan:
     """One run on one mesh of a machine.
-
-    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes.
-    """
+    Example: compile_plan(attached_machine(), resolved, programs).peak_bytes."""
 
     machine: Machine
     resolved: ResolvedRun
@@ -78,14 +66,6 @@ class Plan:
     apart: dict[str, int] = field(default_factory=dict)
     # how long a step will take; None: nothing is predicted, as nothing was compiled
     forecast: Forecast | None = None
-
-    @property
-    def offloading(self) -> Offloading | None:
-        """The slots of conversations that wait; None: there are none."""
-        if not self.resolved.converses:
-            return None
-        count = self.resolved.num_conversations
-        return self.resolved.sampling_memory.offloading(count, self.machine.host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -118,23 +98,11 @@ class Plan:
         return COMPILED if all(phase.source == COMPILED for phase in self.phases) else ESTIMATE
 
     @property
-    def step_seconds(self) -> float | None:
-        """The least that a step takes; None if the hardware is not known."""
-        seconds = [phase.bound.seconds for phase in self.phases if phase.bound is not None]
-        return None if None in seconds else sum(seconds)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """At most, of prompts and completions at their longest."""
-        tokens = self.resolved.batch.sequences * sum(self.resolved.lengths)
-        return None if self.step_seconds is None else tokens / self.step_seconds
-
-    @property
     def rank(self) -> tuple:
-        """Sorts plans that fit first, the fastest first; of those that do not, the smallest."""
-        if self.fits is False:
-            return True, self.peak_bytes
-        return False, self.step_seconds or 0.0, self.peak_bytes
+        """Sorts plans that fit first: those with a forecast, the fastest first, and then the others
+        as those that do not fit, the smallest first."""
+        seconds = math.inf if self.forecast is None else self.forecast.step_seconds
+        return self.fits is False, seconds, self.peak_bytes
 
     @property
     def is_near_the_limit(self) -> bool:
@@ -154,6 +122,7 @@ def assemble_plan(
     resident = MemoryEstimate(resolved).resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
+    code = code if done else MemoryEstimate(resolved).code()
     with_code = resident | ({PROGRAMS: code} if code else {})
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
@@ -184,11 +153,8 @@ def assemble_plan(
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
 
-    bounds = Speed(resolved).bounds(machine.hardware)
-    phases = tuple(
-        Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()
-    )
-    messages = tuple(f"{error.name}: {error.message}" for error in refused)
+    phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
+    messages = tuple(map(str, refused))
     apart = MemoryEstimate(resolved).apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
@@ -226,22 +192,12 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    # An offloaded conversation that comes back is an argument beside the slots.
-    if "write_slot" in done:
-        added["write_slot"] += done["write_slot"].argument_bytes - cache
-    # What a stop text may bring back stays beside the slots for a chunk.
-    if "save" in done:
-        added["decode"] += done["save"].output_bytes
-        added["rewind"] += done["rewind"].argument_bytes - cache
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,
         "prompts": done["prefill"].argument_bytes - copy,
         "temporary": max(added.values()),
     }
-
-
-# ---- making plans
 
 
 def with_choices(
@@ -329,11 +285,9 @@ def meshes(num_devices: int) -> list[dict[str, int]]:
 def largest_micro_batch(
     candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int
 ) -> int:
-    """The first of the candidates, which descend, whose peak fits into limit_bytes.
-
-    compile_one(n) -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError,
-    with the numbers, if none fits.
-    """
+    """The first of the candidates, which descend, whose peak fits into limit_bytes. compile_one(n)
+    -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError, with the
+    numbers, if none fits."""
     tried = []
     for size in candidates:
         try:

@@ -1,9 +1,5 @@
-"""The programs of a run, lowered from shapes alone and compiled for devices that need not be there.
-
-They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or
-an update. Nothing runs, either: on a mesh of devices that can only be compiled for, the first
-operation would fail.
-"""
+"""The programs of a run, lowered from shapes alone by the functions that a run uses, and compiled
+for devices that need not be there. Nothing runs: on such devices the first operation would fail."""
 
 import functools
 import math
@@ -18,7 +14,7 @@ import jax.numpy as jnp
 
 from tunix_lite.basics.types import Params
 from tunix_lite.learner.policy import scoring_program
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
@@ -52,9 +48,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler says of one program. Bytes are those of one device.
-
-    Example: compiled("update", compile_it, {"fsdp": 4, "tp": 1}).peak_bytes.
-    """
+    Example: compiled("update", compile_it, {"fsdp": 4, "tp": 1}).peak_bytes."""
 
     name: str
     argument_bytes: int
@@ -88,10 +82,9 @@ class DoesNotFit(ValueError):
     """The compiler itself says so: a TPU's knows how much memory there is."""
 
     def __init__(self, name: str, needed_bytes: int | None, message: str):
-        super().__init__(message)
+        super().__init__(f"{name}: {message}")
         self.name = name
         self.needed_bytes = needed_bytes
-        self.message = message
 
 
 def compiled(
@@ -100,7 +93,8 @@ def compiled(
     mesh_shape: dict[str, int],
     code_on_device: bool = False,
 ) -> Compiled:
-    """Reads memory and collectives of a compiled program. Raises DoesNotFit."""
+    """Reads memory and collectives of a compiled program. code_on_device: whether its code takes of
+    the same memory, as on TPUs. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
         done = compile_it()
@@ -108,17 +102,7 @@ def compiled(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise DoesNotFit(name, *_needed(str(error))) from error
-    return of_executable(name, done, mesh_shape, time.perf_counter() - began, code_on_device)
-
-
-def of_executable(
-    name: str,
-    done: jax.stages.Compiled,
-    mesh_shape: dict[str, int],
-    seconds: float = 0.0,
-    code_on_device: bool = False,
-) -> Compiled:
-    """As `compiled`. code_on_device: whether its code takes of the same memory, as on TPUs."""
+    seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
     is_divided = math.prod(mesh_shape.values()) > 1
@@ -145,9 +129,6 @@ def _needed(message: str) -> tuple[int | None, str]:
         return None, message.strip().splitlines()[0][:200]
     number, unit, of, of_unit = match.groups()
     return int(float(number) * UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
-
-
-# ---- the programs
 
 
 # (): a lowered program
@@ -183,7 +164,7 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
 def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     """The programs of the rollout, by name, as in `lowered`."""
     made = functools.cache(partial(_sampling, resolved, shapes))
-    row = jax.ShapeDtypeStruct((), jnp.int32)
+    row = _of_shape()
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
@@ -192,11 +173,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs, layered = made()
         block, width, num_prompts = resolved.sampling_memory.prompt_cache
         waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
-        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        return programs.prefill.lower(
-            _at_home(waiting, "prompts"), layered, tokens, lengths, row
-        )
+        inputs = (layered, _of_shape(block, width), _of_shape(block), row)
+        return programs.prefill.lower(_at_home(waiting, "prompts"), *inputs)
 
     def decode() -> jax.stages.Lowered:
         programs, layered = made()
@@ -210,33 +188,19 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         call = append_calls({0: (longest, 1)}, resolved.slots)[0]
         return made()[0].append.lower(slots(), made()[1], *call)
 
-    def write_slot() -> jax.stages.Lowered:
-        # An offloaded conversation comes from the host: placed by the program itself.
-        copy = _unplaced(jax.eval_shape(made()[0].read_slot, slots(), row))
-        return made()[0].write_slot.lower(slots(), copy, row)
-
     def rewind() -> jax.stages.Lowered:
-        programs, _ = made()
-        tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
-        kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
-        saved = _unplaced(programs.save.lower(slots()).out_info)
-        return programs.rewind.lower(slots(), saved, tokens, kept)
+        return made()[0].rewind.lower(slots(), _of_shape(resolved.slots))
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
-    if resolved.may_offload:
-        programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
-        programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
-        programs["save"] = lambda: made()[0].save.lower(slots())
         programs["rewind"] = rewind
     return programs
 
 
-def _unplaced(shapes: Slots) -> Slots:
-    """The same shapes without shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
@@ -257,20 +221,18 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         on_cpu=mesh.devices.flat[0].platform == "cpu",
         fused=run.rollout.is_fused,
     )
-    if resolved.converses and run.generation.stop:
-        spec = replace(spec, chunk=longest_chunk(spec))
     if resolved.converses:
-        spec = replace(
-            spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens)
-        )
+        chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
+        chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
+        spec = replace(spec, chunk=chunk)
 
     # The weights by layer, whole over fsdp if they are gathered.
-    on_cpu = decoder.are_for_cpu(acting, resolved.dtype, mesh)
+    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
     by_layer = partial(
-        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
+        layer_by_layer.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
     )
     shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, on_cpu)
+    shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
     return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)

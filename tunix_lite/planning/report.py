@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.forecast import Forecast, PredictedRow
+from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
 # of plan.json
 VERSION = 1
-# of hardware that is not in the table
-UNKNOWN = "unknown"
 # meshes on one screen
 SHOWN = 12
 
@@ -21,7 +19,6 @@ SHOWN = 12
 @dataclass(frozen=True)
 class Plans:
     """All meshes that were looked at, the best first.
-
     Example: Plans((best, second), refused=(({"fsdp": 1, "tp": 3}, "tp=3 does not divide ..."),)).
     """
 
@@ -30,9 +27,6 @@ class Plans:
     command: str | None = None  # one with which the best would fit, where it does not
     # what that does, and how much it was found to need; or that nothing would fit
     change: str | None = None
-
-
-# ---- one screen
 
 
 def short_form(plan: Plan | Plans) -> list[str]:
@@ -64,26 +58,12 @@ def short_form(plan: Plan | Plans) -> list[str]:
         "",
     ]
     if len(plans.plans) > 1:
-        # Predicted, and what is possible at best.
-        rows = [
-            (
-                "mesh",
-                "peak GiB",
-                "fits",
-                "predicted s",
-                "step s >=",
-                "tokens/s <=",
-                "memory is",
-            )
-        ]
+        rows = [("mesh", "peak GiB", "fits", "predicted s", "memory is")]
         for one in plans.plans[:SHOWN]:
             fits = {True: "yes", False: "no", None: "?"}[one.fits]
-            predicted = one.forecast and _three_digits(one.forecast.step_seconds)
-            bounds = (_three_digits(one.step_seconds), _three_digits(one.tokens_per_second))
+            predicted = _three_digits(one.forecast.step_seconds) if one.forecast else "-"
             mesh = _sizes(one.resolved.mesh_shape)
-            rows.append(
-                (mesh, gib(one.peak_bytes), fits, predicted or "-", *bounds, source(one))
-            )
+            rows.append((mesh, gib(one.peak_bytes), fits, predicted, source(one)))
         lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
         lines += [
@@ -92,20 +72,15 @@ def short_form(plan: Plan | Plans) -> list[str]:
         lines += [*_more(plans.refused), ""]
 
     # The best one: its phases, whether it fits, and how fast it is.
-    rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
+    rows = [("phase", "resident", "adds", "peak", "memory is")]
     for phase in best.phases:
-        fast = ("-", "-", "-")
-        if (bound := phase.bound) is not None:
-            sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
-            fast = (_three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
         peak = best.resident_bytes + phase.added_bytes
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
-        rows.append((phase.name, *sizes, *fast, source(phase)))
+        rows.append((phase.name, *sizes, source(phase)))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
-    lines += [speed(best)] if best.fits is not False else []
     if best.forecast is not None:
-        lines += forecast_lines(best.forecast)
+        lines += _forecast_lines(best.forecast)
         if best.resolved.converses:
             lines.append("  of single turns: what the environment does is not in it")
     lines += [f"  {message}" for message in best.refused]
@@ -138,17 +113,7 @@ def verdict(plan: Plan) -> str:
     return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
 
 
-def speed(plan: Plan) -> str:
-    """What it can reach at best."""
-    if plan.step_seconds is None:
-        return "speed: unknown, as the peak of this hardware is not known"
-    rate = plan.tokens_per_second
-    each = rate / plan.machine.num_devices
-    took = f"a step takes at least {_three_digits(plan.step_seconds)} s"
-    return f"speed: {took}: at most {rate:,.0f} tokens/s, {each:,.0f} a device"
-
-
-def forecast_lines(found: Forecast) -> list[str]:
+def _forecast_lines(found: Forecast) -> list[str]:
     """The predicted step: phases, tokens/s and hours."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
     phases = ", ".join(
@@ -160,18 +125,8 @@ def forecast_lines(found: Forecast) -> list[str]:
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
         f"  {found.num_steps} steps take {hours}, without starting and evaluating",
         f"  {found.source}",
-        f"  lengths {found.lengths}",
+        f"  {found.lengths}",
     ]
-
-
-def compared_lines(rows: list[PredictedRow]) -> list[str]:
-    """Predicted against measured, phase by phase."""
-    cells = [("", "predicted", "measured", "off by")]
-    for row in rows:
-        took = "-" if row.measured is None else _three_digits(row.measured)
-        off = "-" if row.off is None else f"{row.off:+.0%}"
-        cells.append((row.name, _three_digits(row.predicted), took, off))
-    return columns(cells)
 
 
 def gib(size: float) -> str:
@@ -179,9 +134,7 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
-def _three_digits(value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -194,9 +147,6 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# ---- the file
-
-
 def write(plan: Plan | Plans, folder: str | Path) -> None:
     """plan.json into `folder`, which is made if it is not there."""
     folder = Path(folder)
@@ -205,7 +155,7 @@ def write(plan: Plan | Plans, folder: str | Path) -> None:
 
 
 def as_dict(plan: Plan | Plans) -> dict:
-    """plan.json: bytes are those of one device, seconds and tokens those of a bound."""
+    """plan.json: bytes are those of one device."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
     machine = plans.plans[0].machine
     plan_dicts = []
@@ -234,14 +184,11 @@ def as_dict(plan: Plan | Plans) -> dict:
             "phases": [dataclasses.asdict(phase) for phase in one.phases],
             "programs": programs,
             "refused_by_the_compiler": list(one.refused),
-            "step_seconds": one.step_seconds,
-            "tokens_per_second": one.tokens_per_second,
         }
         if one.apart:
             described["device_that_only_samples"] = one.apart
-        if one.offloading is not None:
+        if one.resolved.converses:
             described["conversations"] = one.resolved.num_conversations
-            described["parking"] = dataclasses.asdict(one.offloading)
         if one.forecast is not None:
             names = ("step_seconds", "tokens_per_second", "hours")
             derived = {name: getattr(one.forecast, name) for name in names}

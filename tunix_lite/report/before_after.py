@@ -18,9 +18,7 @@ _RESAMPLES = 2_000
 @dataclass(frozen=True)
 class Measured:
     """The completions of one evaluation: a greedy one of each example, and its samples.
-
-    Example: `first_and_last(run)[-1].greedy[3]["correct"]`.
-    """
+    Example: `first_and_last(run)[-1].greedy[3]["correct"]`."""
 
     step: int
     # by the number of the example
@@ -31,9 +29,7 @@ class Measured:
 @dataclass(frozen=True)
 class ScoreChange:
     """A score before and after, and the change by example.
-
-    Example: `scores(first_and_last(run))[0].change.better` examples were improved.
-    """
+    Example: `scores(first_and_last(run))[0].change.better` examples were improved."""
 
     name: str
     before: Estimate

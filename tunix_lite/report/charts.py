@@ -1,7 +1,6 @@
 """Which curves a report shows, and line charts as SVG text: no library and no script.
 
-The style sheet of the page defines the colours c0 to c7, for light and for dark.
-"""
+The style sheet of the page defines the colours c0 to c7, for light and for dark."""
 
 import html
 import math
@@ -31,9 +30,7 @@ MANY = 20
 @dataclass(frozen=True)
 class Line:
     """A curve of a chart. color: which of the COLORS.
-
-    Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points").
-    """
+    Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points")."""
 
     name: str
     steps: Sequence[float]
@@ -46,9 +43,7 @@ class Line:
 @dataclass(frozen=True)
 class Chart:
     """Curves over the steps of a run, in one frame. note: a text beside the title.
-
-    Example: Chart("held-out accuracy", [line], is_share=True).
-    """
+    Example: Chart("held-out accuracy", [line], is_share=True)."""
 
     title: str
     lines: list[Line] = field(default_factory=list)
@@ -147,9 +142,6 @@ def curve_lines(series: Series, name: str, color: int) -> list[Line]:
     ]
 
 
-# ---- numbers
-
-
 def _thinned(line: Line) -> list[tuple[float, float]]:
     """Few enough points of a line: the first, the last, and of every stretch between them the
     smallest and the largest, so that no peak is lost."""
@@ -185,9 +177,6 @@ def number_text(value: float, is_share: bool = False) -> str:
     if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     return f"{value:.3g}"
-
-
-# ---- drawings
 
 
 def line_chart(chart: Chart) -> str:

@@ -12,10 +12,7 @@ SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
 
 @dataclass(frozen=True)
 class _TaskResult:
-    """Scores of one task.
-
-    Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}}).
-    """
+    """Scores of one task."""
 
     num_examples: int
     # by the name of a model, "model" or "against", and the name of a score
@@ -28,11 +25,8 @@ def task_result(
     scores: dict[str, dict[str, np.ndarray]], level: float, seed: int
 ) -> _TaskResult:
     """The means and intervals of per-example scores [E] of one model, or of two and their
-    comparison.
-
-    scores: by the name of a model, "model" first, and of a score. An example whose score is nan,
-    because a reward failed, does not count.
-    """
+    comparison. scores: by the name of a model, "model" first, and of a score. An example whose
+    score is nan, because a reward failed, does not count."""
     estimates = {
         model: {
             name: estimate(values[~np.isnan(values)], level, seed=seed)

@@ -29,11 +29,9 @@ MOST_NUMBER = 1e18
 
 class Series:
     """One metric over the steps at which it stands; numbers that are not finite are left out.
-
     Without any step it is false, and its numbers are nan, which no bound holds for.
-
-    Example: `evidence.series("reward/mean").early` is its mean over the first third of the steps.
-    """
+    Example: `evidence.series("reward/mean").early` is its mean over the first third of the
+    steps."""
 
     def __init__(self, name: str, steps: np.ndarray, values: np.ndarray):
         self.name = name
@@ -76,9 +74,7 @@ class Series:
 @dataclass(frozen=True)
 class Evidence:
     """All that is known of a run.
-
-    Example: `read_evidence(Path("outputs/latest")).setting("optimizer.learning_rate")`.
-    """
+    Example: `read_evidence(Path("outputs/latest")).setting("optimizer.learning_rate")`."""
 
     folder: Path
     settings: dict
@@ -231,8 +227,9 @@ def _read(unread: list[str], file: Path, reader: Callable[[Path], Any]) -> Any:
 
 
 def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[dict]:
-    """As `read_sample_file`; [] without a file, or if it cannot be read, which is noted."""
-    return _read(unread, folder, lambda _: read_sample_file(folder, step, name)) or []
+    """The completions of a step, or of the `evaluation` after it, as the first lines of samples/
+    have them; [] without a file, or if it cannot be read, which is noted."""
+    return _read(unread, _sample_file(folder, step, name), _sample_rows) or []
 
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
@@ -247,12 +244,7 @@ def _sample_file(folder: Path, step: int, name: str) -> Path:
     return folder / "samples" / f"{name}_{step:06d}.jsonl"
 
 
-def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] | None:
-    """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
-    is no file of it. Only the first _MOST_SAMPLES lines are read. Raises ValueError."""
-    file = _sample_file(folder, step, name)
-    if not file.is_file():
-        return None
+def _sample_rows(file: Path) -> list[dict]:
     rows = []
     num_bytes = 0
     lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)

@@ -1,9 +1,6 @@
-"""Finds what may be wrong with a run that does not learn, from its files alone.
-
-Each fault is a check with a weight: a cause weighs more than its symptoms. (A run at a temperature
-of 5 has cut completions and no rewards, too.) A metric that a run lacks is nan: no bound holds for
-it.
-"""
+"""Finds what may be wrong with a run that does not learn, from its files alone. Each fault is a
+check with a weight: a cause weighs more than its symptoms. A metric that a run lacks is nan, and no
+bound holds for it."""
 
 import re
 from collections.abc import Callable
@@ -43,10 +40,8 @@ FAULTS: dict[str, tuple[int, str, Callable[[Evidence], _Shown]]] = {}
 @dataclass(frozen=True)
 class Finding:
     """A fault, what shows it, and what to try.
-
     Example: Finding("learning_rate_zero", "nothing moves", ["train/learning_rate 0 in 60 steps"],
-    ["optimizer.learning_rate=1e-6"], 98).
-    """
+    ["optimizer.learning_rate=1e-6"], 98)."""
 
     name: str
     what: str
@@ -91,10 +86,8 @@ def _has_one_reward(run: Evidence) -> bool:
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
-    """Whether many completions that were cut hold the right answer all the same.
-
-    The first steps count: later a run whose completions are cut has learned to answer shortly.
-    """
+    """Whether many completions that were cut hold the right answer all the same. The first steps
+    count: later a run whose completions are cut has learned to answer shortly."""
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
@@ -128,12 +121,9 @@ def _updates_skipped(run: Evidence) -> _Shown:
 
 
 def relative_step(run: Evidence) -> Series:
-    """Root mean square of an update's elements over that of weights, by step.
-
-    Of adapters it is what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn
-    uniformly within that and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank /
-    3) u times it.
-    """
+    """Root mean square of an update's elements over that of weights, by step. Of adapters it is
+    what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn uniformly within that and
+    `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times it."""
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
     alpha = run.number("model.lora.alpha", 0.0)

@@ -1,9 +1,5 @@
-"""A report as one HTML file, by report.html.jinja.
-
-The file holds no script and loads nothing from elsewhere. Texts come as the run's files have them;
-the template escapes each. The page also carries a content security policy that lets a browser run
-and load nothing, so that a text which was not escaped could still do no harm.
-"""
+"""A report as one HTML file, by report.html.jinja, which escapes each text. The page holds no
+script and loads nothing, and its content security policy lets a browser do neither."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,9 +19,7 @@ MOST_TEXT = 1_500
 @dataclass(frozen=True)
 class Page:
     """A report. Its blocks are HTML, made by the macros of the template: `html.table(...)`.
-
-    Example: Page("GRPO on arithmetic", "632,448 parameters", "completed", "good").
-    """
+    Example: Page("GRPO on arithmetic", "632,448 parameters", "completed", "good")."""
 
     title: str
     subtitle: str

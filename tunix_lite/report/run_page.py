@@ -95,9 +95,6 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     )
 
 
-# ---- the head
-
-
 # By the word of status.json: the mood, and a sentence.
 _STANDINGS = {
     "completed": ("good", ""),
@@ -155,9 +152,6 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, st
         yield "tokens learned from", f"{tokens.last:,.0f}", "prompts too"
     if speed := run.series("perf/tokens_per_second"):
         yield "tokens a second", number_text(speed.late), "mean of the last third"
-
-
-# ---- what it learned
 
 
 def interval_text(estimate: Estimate, is_share: bool) -> str:

@@ -1,8 +1,5 @@
-"""Estimates scores of graded completions, and how sure they are: plain numpy, no model.
-
-Shapes: E examples, N samples of each. `correct_EN` is bool or 0/1. Every function is deterministic:
-what draws random numbers draws them from a seed of its own.
-"""
+"""Estimates scores of graded completions, and how sure they are, in plain numpy, from a fixed seed.
+Shapes: E examples, N samples of each; `correct_EN` is bool or 0/1."""
 
 import math
 from collections import Counter
@@ -20,9 +17,7 @@ _BLOCK = 2_000_000
 @dataclass(frozen=True)
 class Estimate:
     """A mean over examples, and the interval that holds the true one at the level asked for.
-
-    Example: 128 of 256 right -> Estimate(0.5, 0.441, 0.559).
-    """
+    Example: 128 of 256 right -> Estimate(0.5, 0.441, 0.559)."""
 
     value: float
     low: float
@@ -32,9 +27,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Comparison:
     """Two models on the same examples: the first minus the second.
-
-    Example: Comparison(Estimate(0.1, 0.02, 0.18), better=30, worse=10, equal=60, p_value=0.002).
-    """
+    Example: Comparison(Estimate(0.1, 0.02, 0.18), better=30, worse=10, equal=60, p_value=0.002)."""
 
     difference: Estimate
     # examples on which the first is better, worse, or as good
@@ -55,11 +48,9 @@ def powers_up_to(num_samples: int) -> list[int]:
 
 
 def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
-    """[E] float64: the chance that at least one of k samples is right, without bias.
-
-    With c of N samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples
-    that hold a right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N.
-    """
+    """[E] float64: the chance that at least one of k samples is right, without bias. With c of N
+    samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples that hold a
+    right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N."""
     correct_EN = np.asarray(correct_EN)
     num_samples = correct_EN.shape[1]
     if not 1 <= k <= num_samples:
@@ -75,11 +66,9 @@ def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
 
 
 def maj_at_k(answers: Sequence[Sequence[str | None]], correct_EK: np.ndarray) -> np.ndarray:
-    """[E] float64: whether the most frequent answer of the k samples is right.
-
-    answers: of each example the answers of its samples; None: there is none, and it does not vote.
-    Of answers that are equally frequent each counts its share; where nobody votes it is 0.
-    """
+    """[E] float64: whether the most frequent answer of the k samples is right. answers: of each
+    example the answers of its samples; None: there is none, and it does not vote. Of answers that
+    are equally frequent each counts its share; where nobody votes it is 0."""
     shares = []
     for row, right in zip(answers, np.asarray(correct_EK)):
         votes = Counter(answer for answer in row if answer is not None)
@@ -101,11 +90,9 @@ def estimate(
     values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> Estimate:
     """The mean of one number of each example, with its bootstrap interval (percentiles).
-
     Examples are drawn again, not their samples: the samples of an example are not independent.
     Values that are all equal give an interval without width, which says only that the examples are
-    too few or too much alike. Raises ValueError without examples, or for a level outside (0, 1).
-    """
+    too few or too much alike. Raises ValueError without examples, or for a level outside (0, 1)."""
     values_E = np.asarray(values_E, np.float64)
     if values_E.ndim != 1 or not len(values_E):
         raise ValueError(f"an interval is of one number of each example; got {values_E.shape}")
@@ -147,8 +134,7 @@ def compare(
 
     What is hard for both cancels, so it sees smaller differences than two intervals do. The p-value
     is two-sided: the share of random exchanges of the two models' numbers, example by example,
-    after which the sum is as far from 0. Raises ValueError if the examples are not as many.
-    """
+    after which the sum is as far from 0. Raises ValueError if the examples are not as many."""
     first_E = np.asarray(first_E, np.float64)
     second_E = np.asarray(second_E, np.float64)
     if first_E.shape != second_E.shape:

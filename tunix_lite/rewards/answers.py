@@ -1,10 +1,6 @@
-"""Answers that can be checked: a text, a number or a letter of a choice, read out of a completion.
-
-An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as
-`Answer: ...`; of several marks the last one counts, and one that is empty or not closed holds no
-answer. Of `how`, strict reads only what a mark holds, and only if it is an answer as a whole;
-flexible also reads an answer with words around it and, without a mark, the last one in the text.
-"""
+"""Answers that can be checked: a text, a number or a letter of a choice, read out of the last mark
+of a completion: `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as `Answer: ...`.
+Strict reads an answer that fills the mark; flexible one with words around it, or without a mark."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +17,6 @@ from tunix_lite.rewards.numbers import (
 from tunix_lite.rewards.scores import field_of, no_answer
 
 HOW = ("strict", "flexible")
-PERCENT = ("unit", "fraction")
 
 # Patterns whose time is bounded by the length of the text, whatever stands in it.
 _BOX_OR_BRACE = re.compile(
@@ -51,8 +46,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
 
 class _Mark(NamedTuple):
     """An answer that the completion marks as such. place: the character where the mark begins.
-    text: what it holds, "" if it is empty or was not closed.
-    Example: "The answer is 12." -> Mark(4, "words", "12")."""
+    text: what it holds, "" if it is empty or was not closed."""
 
     place: int
     kind: str
@@ -121,19 +115,16 @@ class NumericAnswer:
     how: str = "flexible"  # strict: only a marked answer; flexible: else the last number
     tolerance: float = 0.0
     relative_tolerance: float = 0.0
-    # unit: 50% is 50; fraction: 50% is 0.5
-    percent: str = "unit"
 
     def __post_init__(self):
         _check_choice("how", self.how, HOW)
-        _check_choice("percent", self.percent, PERCENT)
         for name in ("tolerance", "relative_tolerance"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError if the example's answer is no number."""
-        expected = number_of(str(field_of(example, self.field)), self.percent)
+        expected = number_of(str(field_of(example, self.field)))
         if expected is None:
             wrong = _of_example(example, self.field)
             raise ValueError(
@@ -156,8 +147,8 @@ class NumericAnswer:
             # in prose it is an exclamation mark
             is_formula = mark.kind in ("boxed", "tag") or mark.text.rstrip().endswith("$")
             is_factorial = is_formula and _FACTORIAL.search(mark.text)
-            return None if is_factorial else read(mark.text, self.percent)
-        last = None if self.how == "strict" else last_number(text, self.percent)
+            return None if is_factorial else read(mark.text)
+        last = None if self.how == "strict" else last_number(text)
         return None if last is None else last[1]
 
 
@@ -281,9 +272,6 @@ def _last_letter(text: str, letters: str) -> str | None:
         if matches := re.findall(pattern, text):
             return "".join(matches[-1]).upper()
     return None
-
-
-# ---- small print
 
 
 def _of_example(example: dict, field: str) -> str:

@@ -1,8 +1,5 @@
-"""Code that a model wrote, run against tests: each test in processes of its own, with limits.
-
-It needs Linux. **This is no security boundary**: what limits there are keep honest mistakes and
-clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does).
-"""
+"""Code that a model wrote, run against tests: each test in processes of its own, with limits. It
+needs Linux. **This is no security boundary** (docs/guide/rewards.md says what each limit does)."""
 
 import re
 import sys
@@ -42,17 +39,9 @@ class PassesTests:
     max_processes: int = 8  # threads count, too
 
     def __post_init__(self):
-        for name in (
-            "seconds",
-            "total_seconds",
-            "max_tests",
-            "memory_mib",
-            "output_kib",
-            "disk_mib",
-            "max_processes",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        for name, value in vars(self).items():
+            if name not in ("field", "all_or_nothing") and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if sys.platform != "linux":
             raise ValueError("rewards.code.PassesTests limits code by means of Linux only")
 
@@ -67,9 +56,9 @@ class PassesTests:
         if isinstance(tests, str):
             tests = [tests]
         if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
-            wrong = f"{self.field}={tests!r:.200} of an example"
             raise ValueError(
-                f"{wrong} is not a list of texts or of {{input: ..., output: ...}}"
+                f"{self.field}={tests!r:.200} of an example is not a list of texts or of "
+                "{input: ..., output: ...}"
             )
         tests = tests[: self.max_tests]
         code = code_in(completion)
@@ -97,28 +86,25 @@ class PassesTests:
         """Tells if the code passes a test, and by which limit it was stopped ("": by none)."""
         is_program = isinstance(test, dict)
         checks = checks_of("" if is_program else test)
-        job = {
-            "kind": "stdin" if is_program else "assert",
-            "code": code,
-            "test": checks.source,
-            "input": test["input"] if is_program else "",
-            "seconds": seconds,
-            "memory_mib": self.memory_mib,
-            "output_bytes": self.output_kib * 1024,
-            "disk_mib": self.disk_mib,
-            "processes": self.max_processes,
-        }
-        verdict = run_job(job)
+        verdict = run_job(
+            code,
+            None if is_program else checks.source,
+            test["input"] if is_program else "",
+            seconds=seconds,
+            memory_mib=self.memory_mib,
+            output_bytes=self.output_kib * 1024,
+            disk_mib=self.disk_mib,
+            processes=self.max_processes,
+        )
         if verdict["status"] != "ended":
             return False, STOPPED.get(verdict["status"], verdict["status"])
-        is_passed = verdict["is_done"]
+        is_right = True
         if is_program:
-            is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
+            is_right = _lines(verdict["printed"]) == _lines(test["output"])
         elif checks.checks:
-            is_passed = is_passed and checks.are_met(verdict["reports"])
-        return is_passed, "took more than memory_mib" if "MemoryError" in verdict[
-            "why"
-        ] else ""
+            is_right = checks.are_met(verdict["reports"])
+        why = STOPPED["memory"] if "MemoryError" in verdict["why"] else ""
+        return verdict["is_done"] and is_right, why
 
 
 def code_in(completion: str) -> str | None:

@@ -1,12 +1,7 @@
 """The asserts of a test of code, cut in two: the process of the code evaluates what the code
 returns, and this process, which the code cannot reach, compares it with what the test expects.
 
-    assert add(1, 2) == 3   ->   there: __report__(0, (), add(1, 2));   here: is it 3?
-
-So an expected value that is written out never is where the code is. Code that looks through frames
-or memory does not find it, code that skips the test reports nothing, and an object that equals
-everything is no plain value.
-"""
+    assert add(1, 2) == 3   ->   there: __report__(0, (), add(1, 2));   here: is it 3?"""
 
 import ast
 import json
@@ -40,7 +35,7 @@ class _Opaque:
 
 @dataclass(frozen=True)
 class _CutAssert:
-    """Comparison of one assert. Example: `assert f(1) == 3` is CutAssert(["=="], {1: 3}, 2)."""
+    """Comparison of one assert."""
 
     operators: list[str]
     # the operands that are written out, by their places among all

@@ -1,9 +1,6 @@
-"""A model as a judge, over HTTP: any server that answers OpenAI-style chat completions.
-
-The network is used only because `base_url` names a server, and only that server is asked. What
-fails is an error of the reward, which rewards.on_error treats and `rewards/errors` counts; it is
-never a score of 0.
-"""
+"""A model as a judge, over HTTP: the server that `base_url` names, and no other, answers
+OpenAI-style chat completions. What fails is an error of the reward (rewards.on_error), never a
+score of 0."""
 
 import contextlib
 import http.client

@@ -1,8 +1,6 @@
-"""Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`.
-
-A number is read as an exact fraction, so that 0.1 + 0.2 is 0.3 here. What is not plainly one number
-is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at.
-"""
+"""Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`, as exact
+fractions. What is not plainly one number is none, and not guessed at: `1,23`, `3:45`, `2^5`,
+`5 or 6`, `2x`."""
 
 import re
 import unicodedata
@@ -13,22 +11,8 @@ LOOKED_AT = 64 * 1024
 # digits of a number, and the largest power of ten, that are still computed with
 MOST_DIGITS = 400
 
-SCALES = {
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 1000,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "lakh": 10**5,
-    "crore": 10**7,
-    # only the plural of these: `5 ten-dollar notes` are 5
-    "tens": 10,
-    "hundredths": Fraction(1, 100),
-    "thousandths": Fraction(1, 1000),
-}
-_PARTS = "halves thirds fourths fifths sixths sevenths eighths ninths tenths"
-SCALES |= {word: Fraction(1, n) for n, word in enumerate(_PARTS.split(), start=2)}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000}
+SCALES |= {"million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 _CURRENCY = r"(?:(?:US|CA|AU)?\$|€|£|¥|₹|(?:USD|EUR|GBP|Rs\.?)\s?)"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -50,21 +34,14 @@ NUMBER = re.compile(
       | 10\s*\^\s*\{{?\s*(?P<ten>[-+]?\d+)\s*\}}?
       | (?P<decimal>{_DECIMAL})(?P<power>{_POWER})?
     )
-    (?P<percent>\s*%|\s*percent\b)?
+    (?:\s*%|\s*percent\b)?
     """,
     re.VERBOSE,
 )
-# What may stand behind a number: units of one letter; of two, and words of a sentence; and units of
-# three without a space. Other short ones are variables.
+# Units of one letter, and short ones that stand right behind a number; other letters are variables.
 _UNIT_LETTERS = frozenset("mgshlLWVANJKCF\u2126\u03a9")
-_SHORT_WORDS = """
-    km cm mm nm um kg mg ug ml cl dl ms ns hz kb mb gb tb pa ev cc px pt qt ft in yd mi lb oz hr wk
-    mo yr am pm st nd rd th pc ct kr rs kw mw gw mv ma kj sq cu
-    of is as it he we so if at on by up no an my me us do
-""".split()  # noqa: SIM905
 _SHORT_UNITS = """
-    mph kph kmh rpm psi kwh lbs kgs hrs min sec day yrs wks mos deg rad pts pcs cts usd eur gbp cad
-    aud mol cal khz mhz ghz kpa gal mil
+    km cm mm nm kg mg ml cl ms hz kb mb gb tb ft in yd mi lb oz am pm st nd rd th
 """.split()  # noqa: SIM905
 _FUNCTIONS = (
     r"pi|tau|sin|cos|tan|cot|sec(?=\s*[(\w])|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|sqrt|"
@@ -75,7 +52,6 @@ _FUNCTIONS = (
 _RAISED = r"\u00b2\u00b3\u00b9\u2070-\u209f"
 _OPERATOR = rf"\\^_=<>+*|~\u00b1\u00d7\u00f7\u2200-\u22ff{_RAISED}"
 _LETTER = rf"[^\W\d_{_RAISED}]"
-_GREEK = re.compile(r"[\u0391-\u03c9]")
 # What follows a number, piece by piece; m^2, s^{-1} and m² are no operators.
 _TOKEN = re.compile(
     rf"""
@@ -88,7 +64,6 @@ _TOKEN = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-_NEXT_WORD = re.compile(rf"\s+{_LETTER}{{2}}")
 _CONNECTS = re.compile(
     rf"(?:{_FUNCTIONS})\b|and\s+(?:an?|one|half|more)\b|at\s+(?:least|most)\b", re.IGNORECASE
 )
@@ -132,10 +107,9 @@ _BEFORE = re.compile(r"(?:[\w^]|\^\{|\d[:/.,])\Z")
 _AFTER = re.compile(r"\s*\^|[:/.,]\d")
 
 
-def number_of(text: str, percent: str = "unit") -> Fraction | None:
-    """The number that the whole text is, or None. A unit behind it is passed over.
-
-    percent: "unit" passes over the sign, 50% is 50; "fraction": 50% is 1/2.
+def number_of(text: str) -> Fraction | None:
+    """The number that the whole text is, or None. A unit or a percent sign behind it
+    is passed over.
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None."""
     text = undecorated(text)
     # the right side of an equation; `x >= 3` is none
@@ -156,14 +130,14 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
         or _larger_at(_without_scale(text[match.end() :])) is not None
     ):
         return None
-    return _value(match, text, percent)
+    return _value(match, text)
 
 
-def number_in(text: str, percent: str = "unit") -> Fraction | None:
+def number_in(text: str) -> Fraction | None:
     """The number that a text gives as its answer, with words around it; None if the number is only
     a part of what is given: of a pair, a range, a product, a root.
     Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None."""
-    if (whole := number_of(text, percent)) is not None:
+    if (whole := number_of(text)) is not None:
         return whole
     text = undecorated(text)
     match = NUMBER.search(text)
@@ -178,10 +152,10 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
-    return _value(match, text, percent)
+    return _value(match, text)
 
 
-def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
+def last_number(text: str) -> tuple[str, Fraction] | None:
     """The last number in running text, as it is written and as a value; None if there is none."""
     text = undecorated(text)
     matches = []
@@ -194,7 +168,7 @@ def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None
         if not (_BEFORE.search(before) or _AFTER.match(text, match.end())):
             matches.append(match)
     for match in reversed(matches):
-        if (value := _value(match, text, percent)) is not None:
+        if (value := _value(match, text)) is not None:
             return match.group().strip(), value
     return None
 
@@ -270,24 +244,14 @@ def _larger_at(rest: str) -> int | None:
 
 
 def _is_of_a_unit(word: str, match: re.Match) -> bool:
-    """True if letters behind a number are no variables: `5 km`, `5 clips`; not `5x`, `5 xy`."""
-    if len(word) == 1 and word in _UNIT_LETTERS:
+    """True if letters behind a number are no variables: `5 km`, `5 clips`; not `5x`, `5 x`."""
+    if word in _UNIT_LETTERS:
         return True
-    if _GREEK.search(word):
-        # mu is a unit in micrometres and the like; other Greek letters are variables
-        return word[0] == "\u03bc"
-    # other writings have units of one letter
-    if not word[0].isascii() or "." in word or "'" in word:
-        return True
-    if len(word) == 1:
-        return (
-            word in "aI"
-            and match.start() > 0
-            and bool(_NEXT_WORD.match(match.string, match.end()))
-        )
-    if len(word) == 2:
-        return word.lower() in _SHORT_WORDS
-    return match.start() > 0 or len(word) > 3 or word.lower() in _SHORT_UNITS
+    if "\u0370" <= word[0] < "\u0400" or (len(word) == 1 and word.isascii()):
+        # Greek or Latin; `a` and `I` are words of their own
+        return word in "aI" and match.start() > 0
+    is_short = len(word) <= 2 and word.isascii() and word.lower() not in _SHORT_UNITS
+    return match.start() > 0 or not is_short
 
 
 def _without_scale(rest: str) -> str:
@@ -310,7 +274,7 @@ def _without_binary_sign(match: re.Match, text: str) -> re.Match:
     return NUMBER.match(text, match.start() + len(sign)) or match
 
 
-def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
+def _value(match: re.Match, text: str) -> Fraction | None:
     """The number that was matched; None for one of too many digits, or over nothing."""
     if sum(c.isdigit() for c in match.group()) > MOST_DIGITS:
         return None
@@ -321,15 +285,13 @@ def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
     if value is None:
         return None
 
-    # sign, per cent and words such as million
+    # sign, and words such as million
     signs = f"{match['sign'] or ''}{match['second'] or ''}"
     if signs.count("-") == 1:
         value = -value
-    if match["percent"] and percent == "fraction":
-        value /= 100
     if scale := _SCALE.match(text, match.end()):
         for word in scale[0].lower().split():
-            value *= SCALES.get(word) or SCALES[word.removesuffix("s")]
+            value *= SCALES[word.removesuffix("s")]
     return value
 
 

@@ -30,9 +30,7 @@ class CompletionText(str):
 
 def field_of(example: Mapping, field: str) -> Any:
     """Reads a field of the example. Dots lead into the objects of a row:
-    `reward_model.ground_truth`.
-
-    Raises ValueError if there is no such field."""
+    `reward_model.ground_truth`. Raises ValueError if there is no such field."""
     if field in example:
         return example[field]
     value: Any = example

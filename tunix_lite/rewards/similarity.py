@@ -15,11 +15,9 @@ MOST = 10_000
 
 
 def _units_of(text: str, split: str = "rouge") -> list[str]:
-    """A text as the words that are compared.
-
-    rouge: as rouge_score has it without stemming: runs of a-z and 0-9 of the text in lower case;
-    other letters are no part of any. words: runs of letters and digits of any writing, without
-    case."""
+    """A text as the words that are compared. rouge: as rouge_score has it without stemming: runs of
+    a-z and 0-9 of the text in lower case; other letters are no part of any. words: runs of letters
+    and digits of any writing, without case."""
     if split == "rouge":
         return re.findall(r"[a-z0-9]+", text.lower())
     return re.findall(r"\w+", text.casefold())
@@ -47,10 +45,9 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class RougeL:
-    """ROUGE-L of the completion and the example's reference, as F1, from 0 to 1.
-
-    With c the length of their longest common subsequence, it is 2 c / (units of the completion +
-    units of the reference). Of several references the best.
+    """ROUGE-L of the completion and the example's reference, as F1, from 0 to 1. With c the length
+    of their longest common subsequence, it is 2 c / (units of the completion + units of the
+    reference). Of several references the best.
     Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3."""
 
     # Field of the example: a text, or a list of them.
@@ -78,7 +75,7 @@ class RougeL:
         return best
 
 
-def rouge_n(text: str, reference: str, n: int = 1) -> float:
+def _rouge_n(text: str, reference: str, n: int = 1) -> float:
     """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
     words = (_units_of(each) for each in (text, reference))
     ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
@@ -88,12 +85,10 @@ def rouge_n(text: str, reference: str, n: int = 1) -> float:
 
 def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
-
-    They are the numbers of `rouge_score` with use_stemmer=False.
-    """
+    They are the numbers of `rouge_score` with use_stemmer=False."""
     pairs = list(zip(texts, references))
     return {
-        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
-        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_1": np.array([_rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([_rouge_n(text, other, 2) for text, other in pairs]),
         "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),
     }

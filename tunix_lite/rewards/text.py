@@ -23,12 +23,11 @@ def contains(completion: str, example: dict, text: str) -> float:
 
 @dataclass(frozen=True)
 class Tags:
-    """1 if the completion is these tags in this order and nothing else, else 0.
-
-    With `partial`, each tag that stands there once, opened before it is closed, counts its share,
-    whatever stands around it.
-    Example: `<think>3 + 4</think> <answer>7</answer>` -> 1; without `</think>` 0, or partial 0.5.
-    """
+    """1 if the completion is these tags in this order and nothing else, else 0. With `partial`,
+    each tag that stands there once, opened before it is closed, counts its share, whatever stands
+    around it.
+    Example: `<think>3 + 4</think> <answer>7</answer>` -> 1; without `</think>` 0, or partial
+    0.5."""
 
     tags: tuple[str, ...] = ("think", "answer")
     partial: bool = False  # a share of 1 for each tag that is right
@@ -59,10 +58,9 @@ class Tags:
 
 @dataclass(frozen=True)
 class Matches:
-    """1 if a regular expression (Python's, as `re` has it) finds something in the completion.
-
-    An expression that takes longer than `seconds` has failed (`rewards/errors`): it is at fault,
-    not the completion. The first 65,536 characters are looked at.
+    """1 if a regular expression (Python's, as `re` has it) finds something in the completion. An
+    expression that takes longer than `seconds` has failed (`rewards/errors`): it is at fault, not
+    the completion. The first 65,536 characters are looked at.
     Example: Matches("[0-9]+")("12 apples", {}) -> 1."""
 
     pattern: str
@@ -113,9 +111,8 @@ class TargetLength:
 
 @dataclass(frozen=True)
 class Repetition:
-    """0 if no n-gram of words stands there twice, down to -factor if all are one and the same.
-
-    It is -factor (1 - different n-grams / n-grams); a completion of fewer words than `n` gets 0.
+    """0 if no n-gram of words stands there twice, down to -factor if all are one and the same. It
+    is -factor (1 - different n-grams / n-grams); a completion of fewer words than `n` gets 0.
     Example: "a b a b a b" with n = 2: 5 bigrams, 2 different -> -0.6."""
 
     n: int = 3

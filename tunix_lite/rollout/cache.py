@@ -1,15 +1,7 @@
-"""What slots keep of their sequences, by layer: keys and values, or the state of a recurrent layer.
-
-Of attention it is one `KV` per layer, head-major, with the token at position p in column p mod C.
-
-C is the whole length in a global layer. In a local layer it is the window, and the cache is a ring:
-a new token overwrites the one that has just left the window. The column of a token depends on its
-sequence alone, so neither the slot nor the time at which a sequence is decoded changes what it
-attends to. The arrays are head-major, and there is one per layer, because a GPU updates this layout
-in place while decoding.
-
-Letters beside those of types.py: C columns of the cache, M prompts read together.
-"""
+"""What slots keep of their sequences, by layer: a `KV`, head-major, or the state of a recurrent
+layer. The token at position p is in column p mod C: C is the whole length in a global layer, the
+window in a local one. Letters beside those of types.py: C columns of the cache, M prompts read
+together."""
 
 from typing import Any
 
@@ -44,16 +36,17 @@ class KV:
 
 
 def _head_copies(num_kv_heads: int, tp: int) -> int:
-    """Counts the copies of each key/value head in the cache: where tp is a multiple of the heads,
-    every shard of tp holds one of its own."""
+    """Counts the copies of each key/value head in the cache: every shard of tp holds one of its
+    own."""
     if tp > num_kv_heads and tp % num_kv_heads == 0:
         return tp // num_kv_heads
     return 1
 
 
-def num_columns(cfg: Architecture, kind: str, length: int) -> int:
-    """C for sequences of up to `length` tokens in a layer of this kind."""
-    return min(cfg.window, length) if kind == "local" else length
+def num_columns(cfg: Architecture, kind: str, length: int, spare: int = 0) -> int:
+    """C for sequences of up to `length` tokens in a layer of this kind. spare: so many of the last
+    tokens can be taken back, as they have overwritten none of the window before them."""
+    return min(cfg.window + spare, length) if kind == "local" else length
 
 
 def cache_shapes(
@@ -63,9 +56,10 @@ def cache_shapes(
     dtype: DTypeLike,
     int8: bool,
     tp: int,
+    spare: int = 0,
 ) -> list[Any]:
-    """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic: a `KV` or
-    a state for each layer; None for one that reads the keys and values of another layer."""
+    """The shapes of a cache of `rows` sequences of up to `length` tokens: a `KV` or a state for
+    each layer; None for one that reads the keys and values of another layer."""
     cache = []
     for layer, kind in enumerate(cfg.kinds):
         if layer in cfg.sources:
@@ -75,7 +69,7 @@ def cache_shapes(
         if state_shapes is not None:
             cache.append(state_shapes(cfg, rows, dtype))
             continue
-        columns = num_columns(cfg, kind, length)
+        columns = num_columns(cfg, kind, length, spare)
         heads, head_dim = cfg.kv_shape(kind)
         shape = (rows, heads * _head_copies(heads, tp), columns)
         stored_dtype = jnp.int8 if int8 else dtype
@@ -92,13 +86,14 @@ def empty_cache(
     dtype: DTypeLike,
     int8: bool,
     rows_axis: str = "batch",
+    spare: int = 0,
 ) -> list[Any]:
-    """A cache of `rows` sequences of up to `length` tokens, all zeros. rows_axis: the logical axis
-    of its rows, "batch" or "prompts"."""
-    shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
+    """A cache of `rows` sequences, all zeros. rows_axis: the logical axis of its rows, batch or
+    prompts."""
+    shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"), spare)
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
+        return _constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
 
     return jax.tree.map(zeros, shapes)
 
@@ -109,18 +104,15 @@ def columns_of(layer: Any) -> int | None:
 
 
 def columns_in_use(tokens: int, length: int) -> int:
-    """Columns for sequences that have up to `tokens` tokens now, and up to `length` in the end: the
-    least of `column_sizes`. Example: columns_in_use(300, 9216) is 1024."""
+    """Columns for sequences of up to `tokens` tokens now and `length` in the end:
+    columns_in_use(300, 9216) is 1024."""
     return min(columns for columns in column_sizes(length) if columns >= tokens)
 
 
 def column_sizes(length: int) -> list[int]:
-    """The columns that a cache may have, the most first: three sizes at most, as programs are
-    compiled for each.
-
-    `length`, the largest power of two that saves a quarter of it, and a quarter of that, or half if
-    that is the least. Example: column_sizes(9216) is [9216, 4096, 1024].
-    """
+    """The columns that a cache may have, the most first, three sizes at most: column_sizes(9216) is
+    [9216, 4096, 1024]."""
+    # Three at most, as programs are compiled for each.
     powers = []
     while 4 * (MIN_COLUMNS << len(powers)) <= 3 * length:
         powers.append(MIN_COLUMNS << len(powers))
@@ -128,20 +120,19 @@ def column_sizes(length: int) -> list[int]:
 
 
 def resize_columns(kv: KV, columns: int) -> KV:
-    """Gives the cache so many columns. Columns are added or dropped at the end, so no sequence may
-    have wrapped around it."""
+    """Gives the cache so many columns; no sequence may have wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
     padding = [(0, 0), (0, 0), (0, more), (0, 0)]
 
     def resize(x: jax.Array) -> jax.Array:
         # Scales have no last dim.
         left = x[:, :, :columns]
-        return constrain_kv(jnp.pad(left, padding[: x.ndim]))
+        return _constrain_kv(jnp.pad(left, padding[: x.ndim]))
 
     return jax.tree.map(resize, kv)
 
 
-def constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
+def _constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     """An array of a KV with its sharding constraint."""
     return constrain(x, *logical_axes(x, rows_axis))
 
@@ -180,15 +171,14 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
 
 
 def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
-    """The cache with one new token per row, in place where the cache is donated. new: as
-    `to_cache_format` makes it, with T = 1."""
+    """The cache with one new token per row. new: as `to_cache_format` makes it, with T = 1."""
     rows_B = jnp.arange(len(positions_B))
     columns_B = positions_B % kv.k.shape[2]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_B, :, columns_B]
         token = x[:, :, 0]
-        return constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
+        return _constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
 
     return jax.tree.map(put, kv, new)
 
@@ -200,10 +190,8 @@ def write_tokens(
     lengths_R: jax.Array,
     counts_R: jax.Array,
 ) -> KV:
-    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
-
-    new: [R, K, W, ...], as `to_cache_format` makes it.
-    """
+    """The cache with the new tokens of rows_R, [R, K, W, ...], at their columns. A ring keeps the
+    last ones."""
     B, _, C = kv.k.shape[:3]
     place_W = jnp.arange(new.k.shape[2])
     count_R1 = counts_R[:, None]
@@ -214,29 +202,28 @@ def write_tokens(
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_R[:, None], :, target_RW]
-        return constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
+        return _constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
 
     return jax.tree.map(put, kv, new)
 
 
 def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
     """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
-    tokens of a longer one."""
+    tokens."""
     if kv.k.shape[2] <= columns:
         return kv
     # Columns that hold no token yet may hold anything: nothing attends to them.
     index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
-    return jax.tree.map(lambda x: take_columns(x, index_BC), kv)
 
+    def put(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
 
-def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
-    """Columns index_BC of an array [B, K, C, ...], in each row its own."""
-    return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
+    return jax.tree.map(put, kv)
 
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
-    """Returns the position that each column holds, [B, C], when the newest token has position
-    newest_B. Negative: the column holds no token of this sequence."""
+    """The position that each column holds, [B, C], when the newest token has position newest_B.
+    Negative: none."""
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
@@ -246,8 +233,8 @@ def attended_columns(
     newest_B: jax.Array,
     columns: int,
 ) -> jax.Array:
-    """Returns the columns that the newest token of each row attends to, [B, C] bool, in a layer of
-    this kind."""
+    """The columns that the newest token of each row attends to, [B, C] bool, in a layer of this
+    kind."""
     held_BC = positions_held(newest_B, columns)
     is_held_BC = held_BC >= 0
     if kind == "local":
@@ -256,14 +243,13 @@ def attended_columns(
 
 
 def store_rows(prompts: Any, new: Any, first_row: jax.Array) -> Any:
-    """The prompt cache of a layer with the rows of `new` from `first_row` on. Columns that `new`
-    does not have stay as they are."""
+    """The prompt cache of a layer with the rows of `new` from `first_row` on."""
 
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
-        rows = constrain_kv(rows, "prompts")
+        rows = _constrain_kv(rows, "prompts")
         updated = jax.lax.dynamic_update_slice(all_rows, rows, start)
-        return constrain_kv(updated, "prompts")
+        return _constrain_kv(updated, "prompts")
 
     return jax.tree.map(put, prompts, new)
 
@@ -279,7 +265,7 @@ def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> 
         new = jnp.take(beginnings, rows_B, axis=0)
         merged = jnp.where(is_new, new, all_columns[:, :, :width])
         updated = jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2)
-        return constrain_kv(updated)
+        return _constrain_kv(updated)
 
     return jax.tree.map(put, kv, prompts)
 

@@ -1,14 +1,6 @@
 """Conversations: a slot keeps its sequence while an environment answers, and goes on from there.
-
-When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot, and
-decoding goes on; nothing is read or tokenised a second time. While the partner thinks, the other
-slots decode. Where sequences wait for a slot, the cache of one that waits for its partner may be
-kept on the host meanwhile (it is offloaded).
-
-When answers come is a matter of the clock; what is sampled is not. A token depends on its own
-sequence, and on a random key that follows from its prompt, its generation and the number of tokens
-that the conversation has sampled before.
-"""
+When answers come is a matter of the clock; what is sampled follows from the prompt, the generation
+and the number of tokens sampled before."""
 
 import math
 import time
@@ -27,19 +19,15 @@ from tunix_lite.basics.types import (
     SampledTurn,
     TurnReply,
 )
-from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
-from tunix_lite.rollout.memory import free_host_bytes, memory_here
-from tunix_lite.rollout.programs import Slots
 from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig
 
 
 class Partner(Protocol):
     """Answers the turns of a rollout's rows, as environments do."""
 
-    # most turns of a conversation
-    max_turns: int
+    max_turns: int  # most turns of a conversation
     # most tokens of a turn; None: as many as the conversation has left
     max_turn_tokens: int | None
     # prompts of the rows, where environments begin with their own texts; None: the task's
@@ -48,43 +36,34 @@ class Partner(Protocol):
     openings: Sequence[str | None]
 
     def submit(self, row: int, tokens: list[int], ended: bool) -> None:
-        """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut, or
-        ended by another token."""
+        """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut."""
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
         """Answers that have come, by row. wait: at least one. patience: seconds in which others may
-        still come. All processes get the same."""
+        come."""
 
     def close(self) -> None:
         """Closes the partner: all conversations have ended."""
 
 
 @dataclass
-class Talk:
+class _Talk:
     """A conversation under way, from the host's side.
 
-    Example: `Talk(request)`, not begun yet; later its `slot` is 0.
+    Example: `_Talk(request)`, not begun yet; later its `slot` is 0.
     """
 
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
-    # the slot that holds it; None: none does
-    slot: int | None = None
-    # a copy of its slot on the host
-    offloaded: Slots | None = None
+    slot: int | None = None  # the slot that holds it; None: none does
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
     # first token of the turn that is being sampled
     begin: int = 0
     num_sampled: int = 0
-    # whether its partner has yet to answer
-    is_waiting: bool = False
-    # chunks that were decoded since it waits
-    chunks_waited: int = 0
-    # the answer that is to be appended
-    answer: TurnReply | None = None
-    # value of Conversation.ended; "" while the conversation is under way
-    ended: str = ""
+    is_waiting: bool = False  # whether its partner has yet to answer
+    answer: TurnReply | None = None  # the answer that is to be appended
+    ended: str = ""  # value of Conversation.ended; "" while the conversation is under way
 
     @property
     def is_sampling(self) -> bool:
@@ -96,15 +75,10 @@ class Talk:
 class _Patience:
     """Decides how long to wait for answers before a chunk is decoded.
 
-    A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
-    the answer costs the other slots less, if it comes soon. If it does not, the next chunks are
-    decoded at once: 1, 3, 7, and at most 15 of them.
-
     Example: after a chunk of 10 ms, with 3 of 4 slots waiting, Patience().seconds(3, 4) is 0.00375.
     """
 
-    # time of the fastest chunk so far: the first one compiles
-    chunk_seconds: float = math.inf
+    chunk_seconds: float = math.inf  # time of the fastest chunk so far: the first one compiles
     # chunks that are still to be decoded at once, and as how many it was set
     left: int = 0
     most: int = 0
@@ -117,6 +91,8 @@ class _Patience:
 
     def note(self, patience: float, all_came: bool) -> None:
         """Notes whether all answers came within so many seconds."""
+        # A slot whose answer comes just after a chunk has begun stands still for all of it. Where
+        # waiting was in vain, the next 1, 3, 7 and at most 15 chunks are decoded at once.
         if patience:
             self.most = 0 if all_came else min(15, 2 * self.most + 1)
             self.left = self.most
@@ -127,27 +103,16 @@ class _Patience:
 class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
 
-    Example: 16 conversations in 4 slots. Each step of `in_steps` appends answers, gives free slots
-    to others, and decodes a chunk.
+    Example: 16 conversations in 4 slots.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        partner: Partner,
-        requests: list[Request],
-        most_offloaded: int,
-    ):
-        """engine: whose slots they take, nothing started. most_offloaded: how many slots that wait
-        may be given to others."""
+    def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
         self.engine = engine
         self.partner = partner
-        self.most_offloaded = most_offloaded
-        self.talks = [Talk(request) for request in requests]
+        self.talks = [_Talk(request) for request in requests]
         self.by_row = {talk.request.row: talk for talk in self.talks}
-        self.by_slot: list[Talk | None] = [None] * engine.num_slots
+        self.by_slot: list[_Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
-        self.num_offloaded = 0
         # Slots that decoded, and that held a sequence, summed over chunks.
         self.slots_decoding = 0
         self.slots_held = 0
@@ -156,7 +121,7 @@ class ConversationScheduler:
         engine.admit(requests)
 
     @property
-    def held(self) -> list[Talk]:
+    def held(self) -> list[_Talk]:
         """The conversations that have a slot, in the order of the slots."""
         return [talk for talk in self.by_slot if talk is not None]
 
@@ -175,11 +140,11 @@ class ConversationScheduler:
         make_generate."""
         while self.engine.unfinished:
             ended = self.take_replies()
-            self.offload()
-            self.restore()
             self.append_answers()
             for slot, request in self.engine.fill():
-                self._give(self.by_row[request.row], slot)
+                talk = self.by_row[request.row]
+                talk.slot = slot
+                self.by_slot[slot] = talk
             if self.is_decoding:
                 self.decode()
 
@@ -200,16 +165,15 @@ class ConversationScheduler:
 
     # ---- answers
 
-    def take_replies(self) -> list[Talk]:
-        """Takes the answers that have come; if no slot has anything to do, it waits for one.
-        Returns the conversations that ended."""
+    def take_replies(self) -> list[_Talk]:
+        """Takes the answers that have come; waits for one if no slot has anything to do. Returns
+        the conversations that ended."""
         if not any(talk.is_waiting for talk in self.talks):
             return []
         held = self.held
         waiting = [talk for talk in held if talk.is_waiting]
-        may_offload = waiting and self.num_offloaded_now < self.most_offloaded
-        has_room = None in self.by_slot or may_offload
-        can_work = self.is_decoding or bool(has_room and self.num_queued)
+        num_queued = len(self.talks) - self.engine.num_taken
+        can_work = self.is_decoding or bool(None in self.by_slot and num_queued)
         patience = self.patience.seconds(len(waiting), len(held))
         began = time.perf_counter()
         replies = self.partner.replies(wait=not can_work, patience=patience)
@@ -222,7 +186,7 @@ class ConversationScheduler:
             self.take_reply(talk, replies[talk.request.row])
         return [talk for talk in talks if talk.ended]
 
-    def take_reply(self, talk: Talk, reply: TurnReply) -> None:
+    def take_reply(self, talk: _Talk, reply: TurnReply) -> None:
         """Ends the conversation, or keeps the answer to append it."""
         begin, end, _ = talk.turns[-1]
         talk.turns[-1] = (begin, end, reply)
@@ -243,56 +207,8 @@ class ConversationScheduler:
         request.reason = "eos" if talk.ended == "done" else "length"
         request.ended = self.engine.elapsed()
         self.engine.release(request, talk.slot)
-        talk.offloaded = None
-        if talk.slot is not None:
-            self.by_slot[talk.slot] = None
-            talk.slot = None
-
-    # ---- slots
-
-    @property
-    def num_queued(self) -> int:
-        """Conversations that could use a slot now, and have none."""
-        return len(self.talks) - self.engine.num_taken + len(self._ready())
-
-    @property
-    def num_offloaded_now(self) -> int:
-        """Conversations whose caches are on the host."""
-        return sum(talk.offloaded is not None for talk in self.talks)
-
-    def _ready(self) -> list[Talk]:
-        """The offloaded conversations that have their answer."""
-        return [
-            one for one in self.talks if one.offloaded is not None and one.answer is not None
-        ]
-
-    def _give(self, talk: Talk, slot: int) -> None:
-        talk.slot = slot
-        self.by_slot[slot] = talk
-
-    def offload(self) -> None:
-        """Frees slots whose conversations wait, for as many others as could go on."""
-        needed = self.num_queued - self.by_slot.count(None)
-        allowed = min(needed, self.most_offloaded - self.num_offloaded_now)
-        if allowed <= 0:
-            return
-        # One that has just begun to wait stays for a chunk, since most answers come at once; unless
-        # no slot would decode.
-        least = 1 if self.is_decoding else 0
-        waiting = [one for one in self.held if one.is_waiting and one.chunks_waited >= least]
-        for talk in sorted(waiting, key=lambda talk: -talk.chunks_waited)[:allowed]:
-            talk.offloaded = self.engine.offload(talk.slot, talk.request)
-            self.by_slot[talk.slot] = None
-            talk.slot = None
-            self.num_offloaded += 1
-
-    def restore(self) -> None:
-        """Puts conversations that have their answer into free slots again."""
-        free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
-        for talk, slot in zip(self._ready(), free):
-            self.engine.restore(slot, talk.offloaded)
-            self._give(talk, slot)
-            talk.offloaded = None
+        self.by_slot[talk.slot] = None
+        talk.slot = None
 
     def append_answers(self) -> None:
         """Reads the answers of partners in the slots that they belong to."""
@@ -321,8 +237,6 @@ class ConversationScheduler:
     def decode(self) -> None:
         """Decodes a chunk, and sends the turns that have ended to the partner."""
         engine = self.engine
-        programs = engine.programs
-        saved = programs.save(engine.slots) if engine.criteria.texts else None
         began = time.perf_counter()
         engine.decode()
         chunk = engine.read_chunk()
@@ -331,12 +245,11 @@ class ConversationScheduler:
         engine.chunks_absorbed += 1
         now = engine.elapsed()
 
-        # each slot's tokens of the chunk up to a stop text; -1 without a stop text
-        num_kept = np.full(engine.num_slots, -1, np.int32)
+        # each slot's tokens of the chunk behind a stop text; -1 without a stop text
+        num_lost = np.full(engine.num_slots, -1, np.int32)
         self.slots_held += len(self.held)
         for talk in self.held:
             if not talk.is_sampling:
-                talk.chunks_waited += 1
                 continue
             self.slots_decoding += 1
             request = talk.request
@@ -344,17 +257,16 @@ class ConversationScheduler:
             talk.num_sampled += request.num_new
             request.began = now if request.began is None else request.began
             if end is not None:
-                num_kept[talk.slot] = end
+                num_lost[talk.slot] = (chunk.tokens[:, talk.slot] >= 0).sum() - end
             if end is not None or not chunk.running[talk.slot]:
                 # Its turn has ended.
                 tokens = request.tokens[talk.begin :]
                 talk.turns.append((talk.begin, len(request.tokens), None))
                 talk.is_waiting = True
-                talk.chunks_waited = 0
                 ended = engine.criteria.tokens.get(tokens[-1]) == "eos"
                 self.partner.submit(request.row, tokens, ended)
-        if (num_kept >= 0).any():
-            engine.slots = programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
+        if (num_lost >= 0).any():
+            engine.slots = engine.programs.rewind(engine.slots, num_lost)
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -368,13 +280,12 @@ class ConversationScheduler:
             "perf/slot_use": of_engine["rollout/slot_use"],
             "perf/slots_busy": self.slots_decoding / most_slots,
             "perf/slots_held": self.slots_held / most_slots,
-            "perf/slots_parked": self.num_offloaded,
             "perf/rollout_tokens_per_second": of_engine["perf/rollout_tokens_per_second"],
             "time/waiting_for_environments": self.seconds_waited,
             "time/rollout": of_engine["time/rollout"],
         }
 
-    def _rollout(self, talks: list[Talk], metrics: Metrics) -> Rollout:
+    def _rollout(self, talks: list[_Talk], metrics: Metrics) -> Rollout:
         """The rollout of conversations that have ended, a row each."""
         spec = self.engine.programs.spec
         arrays = RolloutArrays.empty(len(talks), spec.generation, spec.pad_id)
@@ -402,10 +313,7 @@ class ConversationScheduler:
 
 
 def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
-    """Tokens that slots decode at a time, at most `chunk`; no more than the longest turns use.
-
-    Example: with chunks of 16, turns of up to 8 tokens take one of 8, of up to 20 two of 10.
-    """
+    """Tokens that slots decode at a time: with chunks of 16, turns of up to 20 take two of 10."""
     if max_turn_tokens is None:
         return chunk
     chunks = -(-max_turn_tokens // chunk)
@@ -419,8 +327,8 @@ def conversation_requests(
     partner: Partner,
     key: jax.Array,
 ) -> list[Request]:
-    """The requests of P * G conversations. Where the generations of a prompt begin alike, they
-    share one reading of it."""
+    """The requests of P * G conversations; generations that begin alike share one reading of the
+    prompt."""
     G = num_generations
     limit = generation.max_new_tokens
     own = partner.prompts or [prompt for prompt in prompts for _ in range(G)]
@@ -436,12 +344,3 @@ def conversation_requests(
     # The widest prompts first: if memory does not suffice, that shows at once.
     widths = prompt_widths(generation.max_prompt_length)
     return sorted(requests, key=lambda one: -padded_width(len(one.ids), widths))
-
-
-def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: int) -> int:
-    """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
-    is free on every host. All hosts must call it."""
-    spec = engine.programs.spec
-    memory = memory_here(spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots)
-    free = min(allgather_values(free_host_bytes()))
-    return memory.offloading(num_conversations, free).most

@@ -1,17 +1,7 @@
 """The engine of all sampling: slots on the devices, and the host's record of what they decode.
-A batch of prompts, partial rollouts, conversations and the server use it in the same way:
-
-admit       requests join the queue; a free slot takes the next one whose prompt has been read
-append      reads tokens that nobody sampled into slots
-start_chunk fills free slots and starts a chunk of decoding; next_chunk and absorb read its tokens
-release     frees a slot before its request has ended
-offload, restore  copy a slot to the host and back
-
-While requests wait, the devices have a chunk ahead of them: the host starts a chunk before it reads
-the tokens of the chunk before, and the slots themselves take the next requests. (A loop that asks
-after every token would make a GPU wait for the host after every token.) With several hosts, each
-one runs this code and reads all tokens, so all of them decide the same.
-"""
+`admit` queues requests, `append` reads tokens that nobody sampled into slots, `start_chunk`
+decodes, `next_chunk` and `absorb` read the tokens. With several hosts, each one runs this code, so
+all of them decide the same."""
 
 import math
 from collections import deque
@@ -74,8 +64,8 @@ class Engine:
         criteria: StopCriteria,
         temperature: float = 1.0,
     ):
-        """queue: requests that can wait for a slot with their prompts read. blocks: the numbers of
-        prompts that one prefill may read, ascending, and the blocks that the prompt cache holds."""
+        """queue: requests that can wait with their prompts read. blocks: the numbers of prompts
+        that one prefill may read, ascending, and the blocks that the prompt cache holds."""
         spec = programs.spec
         self.programs = programs
         self.per_layer_params = per_layer_params
@@ -126,7 +116,8 @@ class Engine:
             self.waiting.remove(request)
         self.requests.pop(request.number, None)
         if slot is not None:
-            self._free(slot, request.number)
+            self.stopped[slot] = request.number
+            self.is_free[slot] = True
 
     @property
     def waits(self) -> bool:
@@ -139,8 +130,8 @@ class Engine:
         return len(self.waiting) + len(self.requests)
 
     def fill(self) -> list[tuple[int, Request]]:
-        """Reads prompts and gives free slots their requests, until slots or requests are gone.
-        Returns the slots that are known to have got one."""
+        """Reads prompts and gives free slots their requests. Returns the slots that are known to
+        have got one."""
         filled = []
         programs = self.programs
         while self.waits and (self.in_flight or self.is_free.any()):
@@ -248,25 +239,8 @@ class Engine:
             request.first_chunk = self.num_chunks
         self.append({slot: (list(one.tokens), one.limit) for slot, one in resumed.items()})
 
-    def offload(self, slot: int, request: Request) -> Slots:
-        """Copies the sequence of a slot to the host, and frees the slot."""
-        copy = jax.device_get(self.programs.read_slot(self.slots, np.int32(slot)))
-        self._free(slot, request.number)
-        return copy
-
-    def _free(self, slot: int, number: int) -> None:
-        self.stopped[slot] = number
-        self.is_free[slot] = True
-
-    def restore(self, slot: int, copy: Slots) -> None:
-        """Puts an offloaded sequence into a free slot."""
-        self.slots = self.programs.write_slot(self.slots, copy, np.int32(slot))
-        self.stopped[slot] = -1
-        self.is_free[slot] = False
-
     def columns_needed(self) -> int:
-        """Columns of the cache that suffice until the chunk that is started now has ended, which
-        are the columns that decoding reads."""
+        """Columns of the cache that suffice until the chunk that is started now has ended."""
         # Conversations that go on together are a matter of the clock, and the columns, too, decide
         # on the last bits of a sum: there, all are read.
         if self.programs.spec.holds or len(kv_cache.column_sizes(self.length)) == 1:
@@ -310,10 +284,11 @@ class Engine:
         self.num_chunks += 1
 
     def next_chunk(self, starts: bool = True) -> DecodedChunk | None:
-        """The tokens of the oldest chunk under way, with the next chunk started; None if all
-        requests have ended. starts: False starts no other chunk: the rollout is to end here."""
+        """The tokens of the oldest chunk under way, with the next one started; None if all requests
+        have ended. starts: False starts no other chunk."""
         if not self.unfinished:
             return None
+        # While requests wait, the devices have a chunk ahead of them, and never wait for the host.
         if starts and not self.in_flight:
             self.start_chunk()
             if self.waits:
@@ -339,7 +314,7 @@ class Engine:
 
     def absorb(self, decoded: DecodedChunk) -> list[Request]:
         """Appends the tokens of a chunk to their requests, and ends those that are complete.
-        Returns the requests that got tokens. Raises FloatingPointError as `take_tokens` does."""
+        Returns the requests that got tokens. Raises as `take_tokens`."""
         now = self.elapsed()
         touched = []
         resumed = {}
@@ -374,12 +349,9 @@ class Engine:
         return touched
 
     def take_tokens(self, decoded: DecodedChunk, slot: int, request: Request) -> int | None:
-        """Appends the new tokens of a slot to its request. Returns how many there are, if the last
-        one completes a stop text.
-
-        Raises FloatingPointError if a log-probability is not finite. A server's request ends with
-        the reason "error" instead.
-        """
+        """Appends the new tokens of a slot to its request. Returns how many, if the last completes
+        a stop text. Raises FloatingPointError if a log-probability is not finite; a server's
+        request ends with "error"."""
         count = int((decoded.tokens[:, slot] >= 0).sum())
         if not np.isfinite(decoded.logprobs[:count, slot]).all():
             if not self.programs.spec.per_request:
@@ -427,14 +399,10 @@ def append_calls(
     new: Appended, num_slots: int, fsdp: int | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """(rows [R], tokens [R, W], counts [R], limits [R]) of the calls of `append` that read these
-    tokens. A row of num_slots is no slot.
-
-    Little padding is read: tokens are cut at 64, unless 256 are padded by fewer than 64. Only the
-    last piece has the limit: until then the slot waits. Which widths and pieces there are depends
-    on the length of the tokens alone, and so does rounding. fsdp: None takes that of the current
-    mesh. Example: of slots 1 and 4 of 32, with 3 and 5 new tokens: one call with rows
-    [1, 4, 32, 32, ...] and tokens [8, 16].
-    """
+    tokens. A row of num_slots is no slot; only the last piece of a slot has its limit. fsdp: None:
+    of the current mesh."""
+    # Which widths and pieces there are depends on the length of the tokens alone, and so does
+    # rounding. Tokens are cut at 64, unless 256 are padded by fewer than 64.
     fsdp = axis_size("fsdp") if fsdp is None else fsdp
     # Where fsdp divides the slots, each device reads its own: none is gathered from another. How
     # many answers come together is a matter of the clock, so all calls have one shape.
@@ -478,12 +446,9 @@ def prompt_cache_blocks(
     fsdp: int,
     on_cpu: bool,
 ) -> tuple[int, int]:
-    """(prompts of a block, blocks in the prompt cache) of a rollout. A block is read at once.
-
-    The prompt cache holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, if
-    completions have a quarter of their longest length on average. Their real lengths do not count,
-    so that all steps run one program.
-    """
+    """(prompts of a block, blocks in the prompt cache) of a rollout. A block is read at once."""
+    # It holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, if completions
+    # have a quarter of their longest length. Real lengths do not count: all steps run one program.
     widths = prompt_widths(generation.max_prompt_length)
     tokens = TOKENS_PER_PREFILL
     if on_cpu:
@@ -498,12 +463,8 @@ def prompt_cache_blocks(
 
 
 def prompt_widths(longest: int) -> list[int]:
-    """The widths that prompts are padded to, the widest first: three at most, as a program is
-    compiled for each.
-
-    By halves to MIN_PROMPT_WIDTH; of more than three the widest, one in the middle and the
-    narrowest. Example: prompt_widths(512) is [512, 128, 64].
-    """
+    """The widths that prompts are padded to, the widest first, three at most: prompt_widths(512) is
+    [512, 128, 64]."""
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))

@@ -1,9 +1,5 @@
-"""Sampling completions of a batch of prompts: each prompt is read once, a fixed number of slots
-decode, and a completion that ends makes room for the next request.
-
-`make_sampler` yields completions while they grow; `make_generate` makes a `Rollout` of them.
-programs.py holds what runs on the devices, engine.py what the host does meanwhile.
-"""
+"""Sampling completions of a batch of prompts: `make_sampler` yields them while they grow,
+`make_generate` makes a `Rollout` of them."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.tokenizer import Tokenizer
@@ -35,7 +31,6 @@ from tunix_lite.rollout.conversations import (
     Partner,
     chunk_of_turns,
     conversation_requests,
-    most_offloaded,
 )
 from tunix_lite.rollout.engine import (
     APPEND_WIDTHS,
@@ -66,8 +61,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 class Sampling:
     """A function that samples, and one that compiles its programs.
 
-    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4), then
-    generate(params, prompts, key, 4), with 16 prompts, compiles nothing.
+    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4).
     """
 
     sample: Callable
@@ -91,10 +85,8 @@ class CompletionSampler:
 
     rollout: RolloutConfig
     programs: Programs
-    # as make_prepare makes it
-    prepare: Callable[[Params], Params]
-    # what ends a completion
-    criteria: StopCriteria
+    prepare: Callable[[Params], Params]  # as make_prepare makes it
+    criteria: StopCriteria  # what ends a completion
 
     def __call__(
         self,
@@ -107,14 +99,13 @@ class CompletionSampler:
         limits: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> Generator[list[Request], None, Metrics]:
-        """Yields, after every chunk, the requests that got new tokens, and returns the metrics of
-        the rollout at the end.
+        """Yields, after every chunk, the requests that got new tokens; returns the metrics of the
+        rollout.
 
-        The same key, prompt index (of `indices`, or its place in the list), generation and position
-        draw the same token. The mesh, the number of slots, the chunk and other requests change
-        nothing. temperature: None takes that of the settings. limits: tokens of each completion,
-        [P * G], at most; None: max_new_tokens. generation.stop needs a tokenizer. Raises ValueError
-        for what cannot be sampled, FloatingPointError for a NaN.
+        The same key, prompt index (of `indices`, or its place), generation and position draw the
+        same token, on any mesh. temperature: None: of the settings. limits: of each completion, [P
+        * G]; None: max_new_tokens. Raises ValueError for what cannot be sampled, FloatingPointError
+        for a NaN.
         """
         # What is asked is checked before anything is computed.
         criteria = self.criteria
@@ -149,8 +140,7 @@ class CompletionSampler:
         temperature: float | None = None,
         most_requests: int = 0,
     ) -> Engine:
-        """The engine of a rollout of (prompts, completions of each). temperature: None takes that
-        of the settings. most_requests: of a rollout of this kind, if it may be more. Raises
+        """The engine of a rollout of (prompts, completions of each), or of `most_requests`. Raises
         ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
         spec = self.programs.spec
         if spec.fused:
@@ -162,7 +152,6 @@ class CompletionSampler:
                 spec.int8,
                 are_plain(params),
                 spec.generation.has_cutoffs,
-                spec.generation.repetition_penalty,
             )
         num_prompts, num_generations = size
         num_requests = num_prompts * num_generations
@@ -190,8 +179,8 @@ class CompletionSampler:
     def compile_ahead(
         self, params: Params, *size: int, **options: Any
     ) -> tuple[Engine, Slots]:
-        """Compiles the programs of rollouts of so many prompts, and completions of each. options:
-        of `engine`. Returns an engine whose weights are shapes, and the shapes of its slots."""
+        """Compiles the programs of rollouts of so many prompts, and completions of each. Returns an
+        engine whose weights are shapes, and the shapes of its slots."""
         # One copy of the weights at a time, and none while programs compile.
         with _preparing:
             engine = self.engine(params, size, **options)
@@ -220,12 +209,9 @@ def make_sampler(
     tp_reduce_dtype: DTypeLike = jnp.float32,
     per_request: bool = False,
 ) -> CompletionSampler:
-    """A sampler for the devices of the current mesh.
-
-    eos_ids: a token that is a stop token, too, counts as end-of-sequence. tp_reduce_dtype: as
-    decoder.forward takes it. per_request: as SamplerSpec has it. Raises ValueError for stop tokens
-    that the model does not have.
-    """
+    """A sampler for the devices of the current mesh. tp_reduce_dtype: as decoder.forward takes it.
+    per_request: as SamplerSpec has it. Raises ValueError for stop tokens that the model does not
+    have."""
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
@@ -258,18 +244,13 @@ def make_generate(
     tp_reduce_dtype: DTypeLike = jnp.float32,
 ) -> Sampling:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
-    on_finished=None, on_chunk=None, between_chunks=None, partner=None, stepwise=False)
+    on_finished=None, on_chunk=None, between_chunks=None, partner=None, stepwise=False) -> Rollout
+    of P * G rows.
 
-    -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
-    called when the host reads the chunk in which a completion ended, while others still decode.
-    on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
-    row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
-    which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, and returns the Rollout. The rest: CompletionSampler.
-
-    With a partner, each row is a conversation, and max_new_tokens bounds all that comes after a
-    prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken back.
-    on_finished gets the last turn. compile_ahead takes `converses`, and `max_turn_tokens`.
+    on_finished(row, tokens) is called when a completion has ended; on_chunk(requests, ended) and
+    between_chunks() after each chunk. With stepwise it is a generator that stops after each chunk.
+    With a partner each row is a conversation, and max_new_tokens bounds all that comes after a
+    prompt.
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
     """
@@ -299,8 +280,7 @@ def make_generate(
             size = (len(prompts), num_generations)
             of_turns = sampler_of_turns(partner.max_turn_tokens)
             engine = of_turns.engine(params, size, temperature)
-            most = most_offloaded(of_turns.rollout, engine, len(requests))
-            talks = ConversationScheduler(engine, partner, requests, most)
+            talks = ConversationScheduler(engine, partner, requests)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}
@@ -344,7 +324,9 @@ def make_generate(
         if converses:
             compile_append(engine, slots)
         if converses and generation.stop:
-            compile_rewind(engine, slots)
+            # takes back tokens behind a stop text
+            lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+            results(engine.programs.rewind, slots, lost_B)
 
     return Sampling(generate, compile_ahead)
 
@@ -365,11 +347,8 @@ def make_prepare(
     may_join: bool = True,
 ) -> Callable[[Params], dict[str, jax.Array]]:
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
-    computation, and, if `gather`, gathered over fsdp, once instead of for every token.
-
-    may_join: weights are joined and turned where `decoder.are_for_cpu` says so; False keeps the
-    names and the layout of all weights.
-    """
+    computation and, if `gather`, gathered over fsdp. may_join: False keeps the names and the layout
+    of all weights."""
     compiled = {}
 
     def prepare(params: Params) -> Params:
@@ -378,11 +357,15 @@ def make_prepare(
         leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
-            on_cpu = may_join and decoder.are_for_cpu(params, dtype, current_mesh())
-            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, on_cpu)
+            on_cpu = may_join and layer_by_layer.are_for_cpu(params, dtype, current_mesh())
+            shardings = layer_by_layer.per_layer_shardings(
+                treedef.unflatten(leaves), cfg, on_cpu
+            )
             if gather:
                 shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)
+            per_layer = partial(
+                layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu
+            )
             compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 
@@ -390,15 +373,13 @@ def make_prepare(
 
 
 # ---- compiling ahead
-# A rollout pads its prompts to one of a few widths, and its cache has one of a few numbers of
-# columns. Which of them a batch takes depends on its lengths. A run compiles them all at its start,
-# so that none of its steps waits for the compiler. A program is lowered for shapes alone, with the
-# shardings that the programs before it give their results.
+# A run compiles the programs of all widths of prompts and columns of the cache at its start, so
+# that no step waits for the compiler.
 
 
 def compile_rollout(engine: Engine) -> Slots:
-    """Compiles all programs of rollouts that have an engine of this size, whose weights may be
-    shapes. Returns the shapes of slots with all columns."""
+    """Compiles all programs of rollouts of an engine. Returns the shapes of slots with all
+    columns."""
     programs = engine.programs
     spec = programs.spec
     params = engine.per_layer_params
@@ -438,15 +419,15 @@ def compile_rollout(engine: Engine) -> Slots:
     for slots in every:
         for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
             for columns in sizes:
-                wanted = kv_cache.num_columns(spec.cfg, kind, columns)
+                wanted = spec.num_columns(kind, columns)
                 if kv_cache.columns_of(kv) not in (None, wanted):
                     results(programs.resize_layer, kv, wanted)
     return every[sizes.index(length)]
 
 
 def results(program: Any, *arguments: Any) -> Any:
-    """Compiles a program under jit for these arguments, arrays or their shapes. Returns the shapes
-    of its results, placed as it places them."""
+    """Compiles a program for these arguments, or their shapes. Returns the shapes of its
+    results."""
     check_wanted()
     lowered = program.lower(*arguments)
     return jax.tree.map(
@@ -457,17 +438,8 @@ def results(program: Any, *arguments: Any) -> Any:
 
 
 def compile_append(engine: Engine, slots: Slots) -> Slots:
-    """Compiles the program that appends tokens to slots. Returns the shapes of the slots after
-    it."""
+    """Compiles what appends tokens to slots. Returns the shapes of the slots after it."""
     for width in APPEND_WIDTHS:
         call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
         slots = results(engine.programs.append, slots, engine.per_layer_params, *call)
     return slots
-
-
-def compile_rewind(engine: Engine, slots: Slots) -> None:
-    """Compiles the program that takes back tokens behind a stop text."""
-    programs = engine.programs
-    tokens = jax.ShapeDtypeStruct((engine.chunk, engine.num_slots), jnp.int32)
-    num_kept = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    results(programs.rewind, slots, results(programs.save, slots), tokens, num_kept)

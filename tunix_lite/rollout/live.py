@@ -1,9 +1,5 @@
-"""A sampler that requests join and leave at any time, for servers.
-
-One thread owns the devices. Other threads hand it requests, which get free slots in the order in
-which they came, and are called back with their new tokens after each chunk. A request's tokens
-depend on its prompt, its settings and its seed, and on nobody else's.
-"""
+"""A sampler that requests join and leave at any time, for servers. One thread owns the devices. A
+request's tokens depend on its prompt, its settings and its seed, and on nobody else's."""
 
 import threading
 import time
@@ -42,10 +38,8 @@ class NewTokens:
     """
 
     tokens: list[int]
-    # log-probabilities under the distribution that was drawn from
-    logprobs: list[float]
-    # log-probabilities under softmax(logits / temperature)
-    full_logprobs: list[float]
+    logprobs: list[float]  # log-probabilities under the distribution that was drawn from
+    full_logprobs: list[float]  # log-probabilities under softmax(logits / temperature)
     # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos, stop or length, once the sequence has ended; error with a message
@@ -67,8 +61,8 @@ class LiveSequence(Request):
         on_tokens: Callable[[NewTokens], None],
         criteria: StopCriteria | None = None,
     ):
-        """limit: tokens, at most. on_tokens: called in the engine's thread. criteria: what ends it
-        beside an end-of-sequence token."""
+        """limit: tokens, at most. on_tokens: called in the engine's thread. criteria: what else
+        ends it."""
         ids = tuple(prompt)
         super().__init__(0, 0, draw.generation, limit, ids, draw=draw, criteria=criteria)
         self.on_tokens = on_tokens
@@ -78,8 +72,7 @@ class LiveSequence(Request):
 class LiveEngine:
     """Decodes sequences in slots while others come and go.
 
-    Example: engine = LiveEngine(programs, params, mesh, num_slots=16); engine.submit([sequence]);
-    engine.close().
+    Example: LiveEngine(programs, params, mesh, num_slots=16).submit([sequence]).
     """
 
     def __init__(
@@ -91,8 +84,7 @@ class LiveEngine:
         max_waiting: int = 256,
         eos_ids: Sequence[int] = (),
     ):
-        """programs: of a spec with per_request. per_layer_params: as make_prepare makes them.
-        max_waiting: sequences that may wait for a slot."""
+        """programs: of a spec with per_request. max_waiting: sequences that may wait for a slot."""
         fsdp = mesh.shape["fsdp"]
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
@@ -128,10 +120,8 @@ class LiveEngine:
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
-        """Puts sequences into the waiting line, all of them or none.
-
-        Raises TooManyRequests, or EngineFailed if the engine has ended.
-        """
+        """Puts sequences into the waiting line, all or none. Raises TooManyRequests,
+        EngineFailed."""
         with self._lock:
             if not self.is_alive:
                 raise EngineFailed("the engine does not take requests any more")
@@ -155,8 +145,8 @@ class LiveEngine:
                 self._lock.notify_all()
 
     def warm_up(self) -> None:
-        """Samples from a prompt of one token, so that the programs of most requests are compiled:
-        all but those of longer prompts, and of cut-offs. Raises EngineFailed."""
+        """Samples from a prompt of one token, so that most programs are compiled. Raises
+        EngineFailed."""
         ended = threading.Event()
         failed: list[str] = []
 
@@ -178,8 +168,8 @@ class LiveEngine:
                 self._lock.wait(IDLE_SECONDS)
 
     def set_params(self, per_layer_params: Params | None) -> None:
-        """Samples with other weights from now on; None frees them, and nothing may be submitted
-        until there are others. Raises ValueError while sequences are running."""
+        """Samples with other weights from now on; None frees them. Raises ValueError while
+        sequences run."""
         with self._lock:
             if not self._is_idle:
                 raise ValueError("the engine is sampling; wait until it is idle")

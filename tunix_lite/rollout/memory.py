@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Params
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.models import decoder
+from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import (
     AXES,
@@ -31,16 +30,13 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
-# The share of the host's free memory that offloaded caches may take, all of them together.
-OFFLOADED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
 
-    Example: `SamplingMemory(cfg, jnp.bfloat16, GenerationConfig(), RolloutConfig(), 64, ((16, 4),),
-    {"fsdp": 4, "tp": 1}, ShardingConfig().table("rollout")).cache_bytes()`.
+    Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
     """
 
     cfg: Architecture
@@ -48,16 +44,12 @@ class SamplingMemory:
     dtype: DTypeLike
     generation: GenerationConfig
     rollout: RolloutConfig
-    # sequences decoded at once, a multiple of fsdp
-    num_slots: int
+    num_slots: int  # sequences decoded at once, a multiple of fsdp
     # (prompts, completions of each) of the rollouts to come
     rollouts: tuple[tuple[int, int], ...]
-    # sizes by axis name
-    mesh_shape: dict[str, int]
-    # the sharding rules while sampling
-    rules: dict[str, str | None]
-    # whether the devices are CPUs
-    on_cpu: bool = False
+    mesh_shape: dict[str, int]  # sizes by axis name
+    rules: dict[str, str | None]  # the sharding rules while sampling
+    on_cpu: bool = False  # whether the devices are CPUs
 
     @property
     def chunk(self) -> int:
@@ -66,10 +58,8 @@ class SamplingMemory:
 
     @property
     def prompt_cache(self) -> tuple[int, int, int]:
-        """(prompts read together, tokens of the widest, prompts in the prompt cache at most).
-
-        Of the rollouts to come the one with the most counts; zeros if there are none.
-        """
+        """(prompts read together, tokens of the widest, prompts in the prompt cache) of the largest
+        rollout."""
         fsdp = self.mesh_shape["fsdp"]
         caches = []
         for size in self.rollouts:
@@ -88,30 +78,6 @@ class SamplingMemory:
         """Bytes that a device holds of the prompt cache: keys and values of prompts that wait."""
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
-
-    def offloaded_bytes(self) -> int:
-        """Bytes that a host holds of one offloaded slot: the keys and values of all heads, and the
-        newest token's hidden state."""
-        length = self.generation.max_prompt_length + self.generation.max_new_tokens
-        hidden = self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
-        return kv_cache.tree_bytes(self._kv_shapes(1, length)) + hidden
-
-    def offloading(self, num_conversations: int, host_bytes: int | None) -> "Offloading":
-        """Decides what becomes of slots whose conversations wait for an environment.
-
-        num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
-        knows.
-        """
-        slot_bytes = self.offloaded_bytes()
-        fit = None
-        if host_bytes is not None:
-            fit = int(OFFLOADED_SHARE * host_bytes) // slot_bytes
-        # No more are ever offloaded than have no slot.
-        most = max(0, num_conversations - self.num_slots)
-        count = 0 if self.rollout.waiting == "hold" else most
-        if self.rollout.waiting == "auto" and count:
-            count = None if fit is None else min(most, fit)
-        return Offloading(slot_bytes, most, fit, count)
 
     def _kv_shapes(self, rows: int, length: int) -> list[kv_cache.KV]:
         int8 = self.rollout.cache == "int8"
@@ -154,29 +120,6 @@ def memory_here(
     )
 
 
-@dataclass(frozen=True)
-class Offloading:
-    """What becomes of slots whose conversations wait for environments: they keep their places, or
-    some of their caches are offloaded to the host.
-
-    Example: `Offloading(slot_bytes=2**20, without_slot=12, num_that_fit=8, most=8)`.
-    """
-
-    # host memory of one offloaded slot
-    slot_bytes: int
-    # conversations of a rollout beyond its slots
-    without_slot: int
-    # offloaded slots that a host has room for; None: unknown
-    num_that_fit: int | None
-    # slots that are offloaded at once, at most; None: that depends on the host
-    most: int | None
-
-
-def free_host_bytes() -> int:
-    """Memory that is free on this host."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def choose_weights(
     params: Params,
     cfg: Architecture,
@@ -186,11 +129,8 @@ def choose_weights(
     num_slots: int,
     rollouts: Sequence[tuple[int, int]],
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why, for these weights on the current mesh.
-
-    What else stays on the devices while sampling, such as the optimizer's state, must be there by
-    now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
-    """
+    """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
+    ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
     memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
     return weights_that_fit(
         memory,
@@ -203,12 +143,8 @@ def choose_weights(
 def weights_that_fit(
     memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
 ) -> tuple[str, str]:
-    """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
-    beside the cache and the waiting prompts.
-
-    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() those that
-    are free on the fullest device. Neither is called where the settings or one device decide.
-    """
+    """gathered where the weights fit beside the cache and the waiting prompts, else sharded; and
+    why."""
     setting = memory.rollout.weights
     if setting != "auto":
         return setting, f"weights {setting}, as rollout.weights says"
@@ -231,8 +167,12 @@ def weights_that_fit(
 
 def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
     """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
-    shapes = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
-    shardings = decoder.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), cfg)
+    shapes = jax.eval_shape(
+        partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params
+    )
+    shardings = layer_by_layer.per_layer_shardings(
+        jax.tree.map(lambda x: x.sharding, params), cfg
+    )
 
     def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
         return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
@@ -241,10 +181,10 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
 
 
 def free_bytes() -> int:
-    """Memory that is free on this host's fullest device; pretend devices of a CPU share the
-    host's."""
+    """Memory that is free on this host's fullest device."""
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):
-        return free_host_bytes() // len(devices)
+        pages = os.sysconf("SC_AVPHYS_PAGES")
+        return pages * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)

@@ -1,9 +1,5 @@
-"""Partial rollouts: a rollout ends before all of its completions do, and the next one continues
-them with the new weights.
-
-Nothing of a cache is kept. A completion that goes on is read again, prompt and tokens so far, with
-the weights that draw its next token; so a run that is resumed from tokens alone draws the same.
-"""
+"""Partial rollouts: a rollout ends before all of its completions do, and the next one reads them
+again, prompt and tokens so far, and continues them with the new weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,8 +35,7 @@ NOTHING_SAMPLED: Metrics = {
 class OpenCompletion:
     """A completion before an update takes it: it waits for a slot, is under way, or has ended.
 
-    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot; its tokens [12, 7]
-    with versions [3, 4] were drawn before and after update 4.
+    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot.
     """
 
     # the update, from 0, for which its prompt was drawn: its random key follows from it
@@ -51,10 +46,8 @@ class OpenCompletion:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     full_logprobs: tuple[float, ...] = ()
-    # updates made before each token was drawn
-    versions: tuple[int, ...] = ()
-    # one of types.FINISH; None: it has not ended
-    reason: str | None = None
+    versions: tuple[int, ...] = ()  # updates made before each token was drawn
+    reason: str | None = None  # one of types.FINISH; None: it has not ended
 
     @property
     def group(self) -> tuple[int, int]:
@@ -95,8 +88,7 @@ class OpenCompletion:
 class PartialSampler:
     """Continues completions until enough have ended.
 
-    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`, then `go_on` once an
-    update.
+    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`.
     """
 
     sampler: CompletionSampler
@@ -123,9 +115,8 @@ class PartialSampler:
         """Samples until enough completions have ended; returns all of them, and metrics.
 
         prompts: by (step, prompt). seed_key: of the run. version: updates made. is_enough([N] bool,
-        which have ended) is asked after every chunk and ends the rollout; what chunks that were
-        started by then draw is kept. usual: (P, G) of an update. between_chunks: as in
-        `make_generate`.
+        which have ended) is asked after every chunk. usual: (P, G) of an update. between_chunks: as
+        in `make_generate`.
         """
         has_ended = np.array([one.reason is not None for one in completions])
         if is_enough(has_ended):
@@ -179,8 +170,7 @@ class PartialSampler:
     def compile_ahead(
         self, params: Params, num_prompts: int, num_generations: int, num_in_flight: int
     ) -> None:
-        """Compiles every program that `go_on` can need. num_in_flight: the completions that it
-        gets."""
+        """Compiles every program that `go_on` can need for so many completions."""
         size = (num_prompts, num_generations)
         engine, slots = self.sampler.compile_ahead(params, *size, most_requests=num_in_flight)
         if num_in_flight > num_prompts * num_generations:

@@ -1,20 +1,7 @@
-"""The compiled programs of sampling, and the arrays that they hand to one another.
-
-prefill      reads a block of prompts, each once, and keeps them in a `PromptCache`
-admit        gives every free slot the next request whose prompt has been read
-append       reads tokens that nobody sampled into slots: an environment's answer, or a completion
-             that continues after an update
-decode       draws `chunk` tokens in every slot, and reports them as a `DecodedChunk`
-read_slot, write_slot  copy the sequence of a slot to the host and back (the slot is offloaded)
-save, rewind           take back the tokens that slots drew behind a stop text
-
-No program waits for the host: the slots themselves hold which sequences have ended, and how many
-requests they have taken. Every program is a function of this module whose first argument is a
-`SamplerSpec`; `Programs` compiles them.
-
-Letters beside those of types.py: Q requests that may take a slot, R slots that are appended to, W
-new tokens of each, C columns of the cache.
-"""
+"""The compiled programs of sampling, and the arrays that they hand to one another: functions whose
+first argument is a `SamplerSpec`, which `Programs` compiles. Letters beside those of types.py: Q
+requests that may take a slot, R slots that are appended to, W new tokens of each, C columns of the
+cache."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Params
-from tunix_lite.models import attention, decoder, rounding
+from tunix_lite.models import attention, decoder, rope, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
@@ -54,24 +41,16 @@ class SamplerSpec:
 
     cfg: Architecture
     generation: GenerationConfig
-    # tokens that end a completion and are part of it
-    end_ids: tuple[int, ...]
-    # token that slots without a running sequence read
-    pad_id: int
-    # dtype of the computation
-    dtype: DTypeLike
-    # tokens that each slot decodes in one call
-    chunk: int
-    # whether the cache holds int8 codes
-    int8: bool = False
-    # dtype of sums over tp, for decoder.forward
-    tp_reduce_dtype: DTypeLike = jnp.float32
+    end_ids: tuple[int, ...]  # tokens that end a completion and are part of it
+    pad_id: int  # token that slots without a running sequence read
+    dtype: DTypeLike  # dtype of the computation
+    chunk: int  # tokens that each slot decodes in one call
+    int8: bool = False  # whether the cache holds int8 codes
+    tp_reduce_dtype: DTypeLike = jnp.float32  # dtype of sums over tp, for decoder.forward
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    # whether each request has RequestDraws of its own
-    per_request: bool = False
-    # whether kernels of our own decode (tunix_lite/kernels)
-    fused: bool = False
+    per_request: bool = False  # whether each request has RequestDraws of its own
+    fused: bool = False  # whether kernels of our own decode (tunix_lite/kernels)
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
     # whether fused kernels are interpreted, as tests do where there is no GPU
@@ -83,9 +62,13 @@ class SamplerSpec:
         return self.generation.max_prompt_length + self.generation.max_new_tokens
 
     @property
-    def has_penalty(self) -> bool:
-        """Returns whether seen tokens are made less likely, so that slots must remember them."""
-        return self.generation.repetition_penalty != 1
+    def spare_columns(self) -> int:
+        """Columns of a ring for tokens behind a stop text, which are taken back."""
+        return self.chunk if self.holds and self.generation.stop else 0
+
+    def num_columns(self, kind: str, length: int) -> int:
+        """Columns of a layer of this kind for sequences of up to `length` tokens."""
+        return kv_cache.num_columns(self.cfg, kind, length, self.spare_columns)
 
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
@@ -99,14 +82,10 @@ class PromptCache:
     Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
     """
 
-    # keys and values of up to max_prompt_length columns, one entry per layer
-    cache: list[KV]
+    cache: list[KV]  # keys and values of up to max_prompt_length columns, one entry per layer
     # [M, D] hidden state of the last token: a completion's first token is drawn from it
     hidden: jax.Array
-    # [M] tokens of each prompt
-    lengths: jax.Array
-    # [M, V] bool, the tokens that occur in it; None without a repetition penalty
-    seen: jax.Array | None
+    lengths: jax.Array  # [M] tokens of each prompt
 
 
 @flax.struct.dataclass
@@ -116,14 +95,10 @@ class RequestDraws:
     Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
     """
 
-    # float32; 0 takes the likeliest token
-    temperature: jax.Array
-    # int32; 0: all tokens
-    top_k: jax.Array
-    # float32; 1: all tokens
-    top_p: jax.Array
-    # float32; 0: all tokens
-    min_p: jax.Array
+    temperature: jax.Array  # float32; 0 takes the likeliest token
+    top_k: jax.Array  # int32; 0: all tokens
+    top_p: jax.Array  # float32; 1: all tokens
+    min_p: jax.Array  # float32; 0: all tokens
 
 
 @flax.struct.dataclass
@@ -133,16 +108,13 @@ class Queue:
     Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
     """
 
-    # row of the prompt in the prompt cache
-    rows: np.ndarray
+    rows: np.ndarray  # row of the prompt in the prompt cache
     # [Q, 2] data of the random key that the prompt's number and the generation are folded into
     key_data: np.ndarray
     prompts: np.ndarray
     generations: np.ndarray
-    # tokens that were drawn before
-    num_drawn: np.ndarray
-    # tokens of the completion, at most; 0: it waits for `append`
-    limits: np.ndarray
+    num_drawn: np.ndarray  # tokens that were drawn before
+    limits: np.ndarray  # tokens of the completion, at most; 0: it waits for `append`
     # None: all requests are drawn as SamplerSpec.generation says
     draws: RequestDraws | None = None
 
@@ -155,74 +127,38 @@ class Slots:
     """
 
     cache: list[KV]
-    # [B, D] of the newest token
-    hidden: jax.Array
-    # [B, V] bool, the tokens of prompt and completion; None without a repetition penalty
-    seen: jax.Array | None
-    # [B] number of the request; -1: none yet
-    requests: jax.Array
-    # [B] random keys
-    keys: jax.Array
-    # [B] tokens in the cache, which is the position of the next one
-    lengths: jax.Array
-    # [B] tokens of the completion so far
-    num_drawn: jax.Array
-    # [B] tokens of the completion, at most; 0: the slot waits for `append`
-    limits: jax.Array
-    # [B] bool
-    running: jax.Array
-    # [] requests taken so far
-    num_taken: jax.Array
-    # [B]; None as in Queue
-    draws: RequestDraws | None = None
+    hidden: jax.Array  # [B, D] of the newest token
+    requests: jax.Array  # [B] number of the request; -1: none yet
+    keys: jax.Array  # [B] random keys
+    lengths: jax.Array  # [B] tokens in the cache, which is the position of the next one
+    num_drawn: jax.Array  # [B] tokens of the completion so far
+    limits: jax.Array  # [B] tokens of the completion, at most; 0: the slot waits for `append`
+    running: jax.Array  # [B] bool
+    num_taken: jax.Array  # [] requests taken so far
+    draws: RequestDraws | None = None  # [B]; None as in Queue
 
 
 @flax.struct.dataclass
 class DecodedChunk:
-    """Tokens that one call of decode drew. Every device holds all of it, so that every host can
-    read it.
+    """Tokens that one call of decode drew, whole on every device.
 
     Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]].
     """
 
-    # [chunk, B]; -1: the slot was not running
-    tokens: jax.Array
-    # [chunk, B] under the distribution that was drawn from
-    logprobs: jax.Array
-    # [chunk, B] under softmax(logits / temperature)
-    full_logprobs: jax.Array
-    # [B] number of the request
-    requests: jax.Array
-    # [B] bool, after the chunk
-    running: jax.Array
-    # [] requests taken so far
-    num_taken: jax.Array
+    tokens: jax.Array  # [chunk, B]; -1: the slot was not running
+    logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
+    full_logprobs: jax.Array  # [chunk, B] under softmax(logits / temperature)
+    requests: jax.Array  # [B] number of the request
+    running: jax.Array  # [B] bool, after the chunk
+    num_taken: jax.Array  # [] requests taken so far
     # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
     # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
     top: tuple[jax.Array, jax.Array] | None = None
 
 
-@flax.struct.dataclass
-class Saved:
-    """Slot state to restore when a stop text ends inside the chunk.
-
-    Example: save(spec, slots), before `decode` takes the slots.
-    """
-
-    # [B, K, T, ...] of each local layer with keys and values; None for another one
-    columns: list[KV | None]
-    # [B] as of Slots
-    lengths: jax.Array
-    num_drawn: jax.Array
-    # [B, V]; None without a repetition penalty
-    seen: jax.Array | None
-
-
 class Programs:
-    """The programs of one `SamplerSpec`, under jit: the functions below without their first
-    argument. Each compiles when it is first called, for the platform of the current mesh.
-
-    Slots and prompt caches are donated. `compiles` counts how many times each was compiled.
+    """The programs of one `SamplerSpec`, under jit, for the platform of the current mesh. Slots and
+    prompt caches are donated. `compiles` counts how many times each was compiled.
 
     Example: Programs(spec).make_prompt_cache(8).
     """
@@ -242,9 +178,6 @@ class Programs:
             static_argnums=(3, 4),
             donate_argnums=0,
         )
-        self.read_slot = self._jit(read_slot)
-        self.write_slot = self._jit(write_slot, donate_argnums=0)
-        self.save = self._jit(save)
         self.rewind = self._jit(rewind, donate_argnums=0)
 
     def _jit(self, function: Callable, **options: Any) -> Callable:
@@ -262,7 +195,7 @@ class Programs:
         """The slots with a cache for sequences of up to `columns` tokens."""
         # One layer after the other, so that no device ever holds two whole caches.
         for layer, kind in enumerate(self.spec.cfg.kinds):
-            wanted = kv_cache.num_columns(self.spec.cfg, kind, columns)
+            wanted = self.spec.num_columns(kind, columns)
             if kv_cache.columns_of(slots.cache[layer]) not in (None, wanted):
                 slots.cache[layer] = self.resize_layer(slots.cache[layer], wanted)
         return slots
@@ -276,8 +209,8 @@ def at_home(
     rows_axis: str,
     place: Callable[[Any, tuple[str, ...]], Any] = lambda x, axes: constrain(x, *axes),
 ) -> Any:
-    """A Slots or PromptCache, each array placed on the mesh: from program to program at the
-    same place.
+    """A Slots or PromptCache, each array placed on the mesh, from program to program at the same
+    place.
 
     rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape.
     """
@@ -289,11 +222,8 @@ def at_home(
     def place_kv(x: Any) -> Any:
         return place(x, kv_cache.logical_axes(x, rows_axis))
 
-    others = jax.tree.map(place_rows, state.replace(cache=None, seen=None))
-    cache = jax.tree.map(place_kv, state.cache)
-    # Tokens that a row has seen lie as the scores do that they change.
-    seen = None if state.seen is None else place(state.seen, (rows_axis, "vocab"))
-    return others.replace(cache=cache, seen=seen)
+    others = jax.tree.map(place_rows, state.replace(cache=None))
+    return others.replace(cache=jax.tree.map(place_kv, state.cache))
 
 
 def on_every_device(x: jax.Array) -> jax.Array:
@@ -311,26 +241,18 @@ def _where_rows(
     return jnp.where(is_row_B.reshape(-1, *further_dims), new, old)
 
 
-def _tokens_seen(
-    spec: SamplerSpec, tokens_RW: jax.Array, is_token_RW: jax.Array
-) -> jax.Array | None:
-    """[R, V] bool, which tokens occur in each row; None without a repetition penalty."""
-    if not spec.has_penalty:
-        return None
-    R = len(tokens_RW)
-    nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
-    return nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
+def _empty_cache(spec: SamplerSpec, rows: int, length: int, rows_axis: str) -> list[Any]:
+    how = (spec.dtype, spec.int8, rows_axis, spec.spare_columns)
+    return kv_cache.empty_cache(spec.cfg, rows, length, *how)
 
 
 def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
     """Room for `rows` prompts, empty."""
     longest = spec.generation.max_prompt_length
-    nothing = jnp.zeros((rows, 0), jnp.int32)
     empty = PromptCache(
-        cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
+        cache=_empty_cache(spec, rows, longest, "prompts"),
         hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
         lengths=jnp.zeros(rows, jnp.int32),
-        seen=_tokens_seen(spec, nothing, nothing > 0),
     )
     return at_home(empty, "prompts")
 
@@ -339,11 +261,9 @@ def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) ->
     """Makes slots of which none is running, with a cache of so many columns; None: of all."""
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
-    nothing = jnp.zeros((num_slots, 0), jnp.int32)
     empty = Slots(
-        cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
+        cache=_empty_cache(spec, num_slots, columns, "batch"),
         hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
-        seen=_tokens_seen(spec, nothing, nothing > 0),
         requests=zeros - 1,
         keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
         lengths=zeros,
@@ -407,8 +327,6 @@ def prefill(
         sequences=meta,
     )
 
-    # The repetition penalty covers the tokens of the prompt, too.
-    seen_MV = _tokens_seen(spec, tokens_MT, is_token_MT)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
@@ -417,7 +335,6 @@ def prefill(
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
         lengths=put(prompt_cache.lengths, lengths_M),
-        seen=None if seen_MV is None else put(prompt_cache.seen, seen_MV),
     )
     return at_home(filled, "prompts")
 
@@ -436,8 +353,7 @@ def admit(
     """Every free slot takes the next request of the queue.
 
     ready: requests whose prompts stand in the prompt cache, []. stopped_B: the requests that the
-    host has ended; a slot is free if its sequence has ended or its request is stopped_B. With
-    spec.holds a sequence that does not run may go on, so the host alone frees a slot.
+    host has ended, whose slots are free. With spec.holds the host alone frees a slot.
     """
     # A slot whose limit is 0 does not run yet: its request waits for `append`.
     is_free_B = (slots.requests < 0) | (slots.requests == stopped_B)
@@ -459,7 +375,6 @@ def admit(
             for kv, prompts in zip(slots.cache, prompt_cache.cache)
         ],
         hidden=take(prompt_cache.hidden[row_B], slots.hidden),
-        seen=take(prompt_cache.seen[row_B], slots.seen) if spec.has_penalty else None,
         requests=take(request_B, slots.requests),
         keys=take(keys_B, slots.keys),
         lengths=take(prompt_cache.lengths[row_B], slots.lengths),
@@ -485,9 +400,8 @@ def decode(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws one token in every slot and reads it, `spec.chunk` times.
 
-    temperature: of all slots; with spec.per_request their own draws count instead. has_cutoffs:
-    whether top_k, top_p and min_p, of the settings or of the draws, cut tokens off. has_top:
-    whether the likeliest tokens are reported.
+    temperature: of all slots, unless spec.per_request. has_cutoffs: top_k, top_p and min_p cut
+    tokens off. has_top: the likeliest tokens are reported.
     """
     cutoffs = None
     if spec.per_request:
@@ -506,7 +420,7 @@ def decode(
     if spec.on_cpu:
         step_T1 = jnp.arange(spec.chunk)[:, None]
         positions_TB = slots.lengths + step_T1
-        angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
+        angles = rope.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
         if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
             noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
             noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
@@ -538,8 +452,6 @@ def decode(
             slots.num_drawn,
             temperature,
             cutoffs,
-            spec.generation.repetition_penalty,
-            slots.seen,
             noise_BV,
         )
         if not has_top:
@@ -607,14 +519,9 @@ def read_drawn(
     num_drawn_B = slots.num_drawn + slots.running
     is_end_B = jnp.isin(token_B, jnp.asarray(spec.end_ids, jnp.int32))
     is_last_B = is_end_B | (num_drawn_B >= slots.limits)
-    seen_BV = slots.seen
-    if spec.has_penalty:
-        is_token_BV = token_B[:, None] == np.arange(spec.cfg.vocab_size)
-        seen_BV |= slots.running[:, None] & is_token_BV
     after = slots.replace(
         cache=cache,
         hidden=hidden_B1D[:, 0],
-        seen=seen_BV,
         lengths=slots.lengths + slots.running,
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
@@ -623,10 +530,8 @@ def read_drawn(
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes it.
-
-    It returns what the token attends to and the layer's cache with the token in it.
-    """
+    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes
+    it."""
     cfg = spec.cfg
     newest_B = slots.lengths
     num_columns = {
@@ -657,8 +562,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
 
 
 def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
-    decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
+    """attend_fn(layer, q, k, v, weights, angles) with attend_norms: one kernel a layer."""
     from tunix_lite.kernels.decode_attention import fused_attend
 
     cfg = spec.cfg
@@ -703,17 +607,15 @@ def append(
     counts_R: jax.Array,
     limits_R: jax.Array,
 ) -> Slots:
-    """Appends counts_R tokens to the sequences of slots rows_R.
-
-    A slot decodes on from there, up to limits_R sampled tokens of the whole conversation; with
-    limit 0 it waits for the rest of its tokens. A row beyond the slots, or with count 0, is none.
-    With R = B, rows_R are all slots in order: then nothing is gathered over fsdp.
-    """
+    """Appends counts_R tokens to the sequences of slots rows_R, which decode on up to limits_R
+    sampled tokens; with limit 0 a slot waits for the rest. A row beyond the slots, or with count 0,
+    is none."""
     R, W = tokens_RW.shape
     B = len(slots.lengths)
     is_new_R = counts_R > 0
 
     def read(x: jax.Array) -> jax.Array:
+        # Then rows_R are all slots in order, and nothing is gathered over fsdp.
         if R == B:
             return x
         return jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
@@ -744,7 +646,6 @@ def append(
 
     # The first token of the next turn is drawn from the last of them.
     last_R = jnp.maximum(counts_R - 1, 0)
-    new_RV = _tokens_seen(spec, tokens_RW, is_token_RW)
     appended = slots.replace(
         cache=[
             kv_cache.write_tokens(old, new, rows_R, lengths_R, counts_R)
@@ -753,7 +654,6 @@ def append(
             for old, new in zip(slots.cache, new_cache)
         ],
         hidden=write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
-        seen=None if new_RV is None else write(slots.seen, read(slots.seen) | new_RV),
         lengths=write(slots.lengths, lengths_R + counts_R),
         limits=write(slots.limits, limits_R),
         running=write(slots.running, limits_R > 0),
@@ -768,10 +668,7 @@ def attend_to_cache_and_new(
     counts_R: jax.Array,
     W: int,
 ) -> Callable:
-    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it.
-
-    It returns what they attend to, and their keys and values in the layout of the cache.
-    """
+    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it."""
     cfg = spec.cfg
     place_W = jnp.arange(W)
     query_RW = lengths_R[:, None] + place_W
@@ -816,111 +713,23 @@ def attend_to_cache_and_new(
     return attend_fn
 
 
-# ---- copy
-
-
-def read_slot(spec: SamplerSpec, slots: Slots, row: jax.Array) -> Slots:
-    """A copy of one slot, [1, ...] each, whole on every device, so that every host can read it."""
-    del spec
-
-    def of_row(x: jax.Array) -> jax.Array:
-        if not x.ndim:
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        return on_every_device(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0))
-
-    return jax.tree.map(of_row, slots)
-
-
-def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> Slots:
-    """The slots with `one`, as read_slot made it, in this row. Requests taken stay as they are."""
-    del spec
-    is_row_B = jnp.arange(len(slots.lengths)) == row
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        if not old.ndim:
-            return old
-        if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-            new = jax.random.wrap_key_data(new)
-        return _where_rows(is_row_B, new, old)
-
-    return at_home(jax.tree.map(put, slots, one), "batch")
-
-
 # ---- rewind
 
 
 def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns. Where
-    layers keep a state it is 1, of which none ever is."""
-    if decoder.has_states(spec.cfg):
-        return 1
-    kinds = set(spec.cfg.kinds)
-    columns = (kv_cache.num_columns(spec.cfg, kind, spec.max_length) for kind in kinds)
-    return min(spec.chunk, *columns)
+    """Tokens of a chunk, at most, where a stop text may end a turn within it."""
+    # No token can be taken out of a state again.
+    return 1 if decoder.has_states(spec.cfg) else spec.chunk
 
 
-def save(spec: SamplerSpec, slots: Slots) -> Saved:
-    """Saves the slot state that the next chunk may overwrite."""
-
-    def of_layer(kind: str, kv: KV | None) -> KV | None:
-        if kind != "local" or kv is None:
-            return None
-        index_BT = _next_columns(spec, slots.lengths, kv)
-        return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)
-
-    columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
-    # Copies, as the slots themselves are donated to the chunk.
-    saved = Saved(columns, slots.lengths, slots.num_drawn, slots.seen)
-    return jax.tree.map(jnp.copy, saved)
-
-
-def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
-    """The columns that the next chunk writes, [B, T]."""
-    return (lengths_B[:, None] + jnp.arange(spec.chunk)) % kv.k.shape[2]
-
-
-def rewind(
-    spec: SamplerSpec,
-    slots: Slots,
-    saved: Saved,
-    tokens_TB: jax.Array,
-    kept_B: jax.Array,
-) -> Slots:
-    """The slots after a chunk of which kept_B tokens stay, -1: as it is. The slots that lose tokens
-    do not run, and wait for an answer. tokens_TB: what the chunk drew."""
-    is_back_B = kept_B >= 0
-    place_T = jnp.arange(spec.chunk)
-    is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
-    rows_B1 = jnp.arange(len(kept_B))[:, None]
-    chosen = partial(_where_rows, is_back_B)
-
-    def restored(kv: KV, old: KV | None) -> KV:
-        if old is None:
-            return kv
-        # What stays as it is goes to a column that does not exist.
-        nowhere_T = kv.k.shape[2] + place_T
-        target_BT = jnp.where(is_lost_BT, _next_columns(spec, saved.lengths, kv), nowhere_T)
-
-        def put(now: jax.Array, before: jax.Array) -> jax.Array:
-            here = now.at[rows_B1, :, target_BT]
-            return kv_cache.constrain_kv(here.set(before.swapaxes(1, 2), mode="drop"))
-
-        return jax.tree.map(put, kv, old)
-
-    seen = slots.seen
-    if seen is not None:
-        is_kept_BT = place_T < kept_B[:, None]
-        no_token = seen.shape[1]
-        kept_BT = jnp.where(is_kept_BT, tokens_TB.T, no_token)
-        with_kept = saved.seen.at[rows_B1, kept_BT].set(True, mode="drop")
-        seen = chosen(with_kept, seen)
+def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
+    """The slots without the last lost_B tokens of the chunk, which then wait for an answer; -1: as
+    they are."""
+    del spec
+    num_lost_B = jnp.maximum(lost_B, 0)
     back = slots.replace(
-        cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
-        seen=seen,
-        lengths=chosen(saved.lengths + kept_B, slots.lengths),
-        num_drawn=chosen(saved.num_drawn + kept_B, slots.num_drawn),
-        running=slots.running & ~is_back_B,
+        lengths=slots.lengths - num_lost_B,
+        num_drawn=slots.num_drawn - num_lost_B,
+        running=slots.running & (lost_B < 0),
     )
     return at_home(back, "batch")

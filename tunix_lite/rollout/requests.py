@@ -1,5 +1,5 @@
-"""Requests to the sampler, one completion each; the arrays that they become; and the checks of
-callers' arguments."""
+"""Requests to the sampler, one completion each; the arrays that they become; checks of
+arguments."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,15 +23,12 @@ class DrawSettings:
     # 0 takes the likeliest token
     temperature: float = 1.0
     top_p: float = 1.0
-    # 0: all tokens
-    top_k: int = 0
+    top_k: int = 0  # 0: all tokens
     # 0: all tokens
     min_p: float = 0.0
     seed: int = 0
-    # index among the completions of the same prompt and seed
-    generation: int = 0
-    # the likeliest tokens that are reported at each position
-    top_logprobs: int = 0
+    generation: int = 0  # index among the completions of the same prompt and seed
+    top_logprobs: int = 0  # the likeliest tokens that are reported at each position
 
     @property
     def has_cutoffs(self) -> bool:
@@ -44,26 +41,19 @@ class DrawSettings:
 class Request:
     """A completion that grows from chunk to chunk.
 
-    Example: `Request(prompt=0, index=0, generation=1, limit=64)` is the second completion of the
-    first prompt; after a chunk its `tokens` are [12, 7], say, and its `reason` is "eos".
+    Example: `Request(prompt=0, index=0, generation=1, limit=64)` is the second completion of prompt
+    0.
     """
 
-    # index of its prompt in the list of prompts
-    prompt: int
-    # the number of its prompt, from which its random key follows
-    index: int
-    # index among the completions of its prompt
-    generation: int
-    # most tokens
-    limit: int
-    # the tokens of its prompt
-    ids: Sequence[int] = ()
+    prompt: int  # index of its prompt in the list of prompts
+    index: int  # the number of its prompt, from which its random key follows
+    generation: int  # index among the completions of its prompt
+    limit: int  # most tokens
+    ids: Sequence[int] = ()  # the tokens of its prompt
     # data of the random key that `index` and `generation` are folded into
     key_data: np.ndarray | None = None
-    # row of the Rollout
-    row: int = 0
-    # settings of its own; None: those of the sampler
-    draw: DrawSettings | None = None
+    row: int = 0  # row of the Rollout
+    draw: DrawSettings | None = None  # settings of its own; None: those of the sampler
     # what else ends it, beside the end tokens that the devices know; None: the sampler's texts
     criteria: "StopCriteria | None" = None
     # most tokens of a conversation's first turn; None: as many as `limit`
@@ -75,22 +65,16 @@ class Request:
     full_logprobs: list[float] = field(default_factory=list)
     # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    # one of types.FINISH, once it has ended; error on a server
-    reason: str | None = None
-    # its number in the engine, once its prompt was read
-    number: int = -1
+    reason: str | None = None  # one of types.FINISH, once it has ended; error on a server
+    number: int = -1  # its number in the engine, once its prompt was read
     # the first chunk that decodes it; None: the tokens that it had before wait to be read
     first_chunk: int | None = 0
-    # tokens of the last chunk
-    num_new: int = 0
+    num_new: int = 0  # tokens of the last chunk
     # seconds from the start of the rollout until its first tokens were read
     began: float | None = None
-    # seconds from the start of the rollout until it had ended
-    ended: float | None = None
-    # its text so far, only where stop texts are looked for
-    text: TextStream | None = None
-    # the end of its text so far
-    tail: str = ""
+    ended: float | None = None  # seconds from the start of the rollout until it had ended
+    text: TextStream | None = None  # its text so far, only where stop texts are looked for
+    tail: str = ""  # the end of its text so far
 
 
 @dataclass(frozen=True)
@@ -100,10 +84,8 @@ class StopCriteria:
     Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`.
     """
 
-    # "eos" or "stop", by the token that ends a completion
-    tokens: dict[int, str]
-    # texts that end a completion and stay in it
-    texts: tuple[str, ...] = ()
+    tokens: dict[int, str]  # "eos" or "stop", by the token that ends a completion
+    texts: tuple[str, ...] = ()  # texts that end a completion and stay in it
     # decodes tokens for the texts and for messages; None if there is none
     tokenizer: Tokenizer | None = None
 
@@ -117,11 +99,11 @@ class StopCriteria:
 
 @dataclass(frozen=True)
 class RolloutArrays:
-    """The arrays of a `Rollout`, [B, T] each, while its completions come in. They become those of a
-    `Batch`, so all completions begin in column max_prompt_length.
+    """The arrays of a `Rollout`, [B, T] each, while completions come in, from column
+    max_prompt_length on.
 
-    Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row
-    [0, 0, 5, 6, 7, 1, 0].
+    Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row [0,
+    0, 5, 6, 7, 1, 0].
     """
 
     # the first column of completions
@@ -130,10 +112,8 @@ class RolloutArrays:
     completion_mask: np.ndarray
     logprobs: np.ndarray
     full_logprobs: np.ndarray
-    # [B]
-    finish: np.ndarray
-    # [B, 2]
-    seconds: np.ndarray
+    finish: np.ndarray  # [B]
+    seconds: np.ndarray  # [B, 2]
 
     @classmethod
     def empty(
@@ -204,8 +184,8 @@ def stop_end(
     new: list[int],
     criteria: StopCriteria,
 ) -> int | None:
-    """Returns how many of the new tokens there are up to a stop text, or up to a token of the
-    request's own criteria; None if there is none."""
+    """How many of the new tokens there are up to a stop text, or a token of the request's own
+    criteria; None."""
     tokens = () if request.criteria is None else request.criteria.tokens
     criteria = request.criteria or criteria
     if not criteria.texts and not tokens:
@@ -252,10 +232,8 @@ def check_limits(
     num_requests: int,
     generation: GenerationConfig,
 ) -> list[int]:
-    """The most tokens of each completion; max_new_tokens where limits is None.
-
-    Raises ValueError for any other number of limits, and for one beyond 1 to max_new_tokens.
-    """
+    """The most tokens of each completion. Raises ValueError for other numbers of limits, or beyond
+    the most."""
     if limits is None:
         return [generation.max_new_tokens] * num_requests
     if len(limits) != num_requests:

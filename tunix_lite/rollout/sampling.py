@@ -1,11 +1,5 @@
-"""Draws the next token; its randomness depends on the key and the position alone.
-
-Logits go through temperature, repetition penalty (arXiv:1909.05858), top-k, top-p
-(arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order. A token is then drawn by adding
-Gumbel noise to the logits that are left.
-
-Letters beside those of types.py: W candidates, of which `_highest_float` asks for several at once.
-"""
+"""Draws the next token by adding Gumbel noise, after temperature, top-k, top-p (arXiv:1904.09751)
+and min-p (arXiv:2407.01082). Letters beside those of types.py: W candidates of `_highest_float`."""
 
 from collections.abc import Callable
 
@@ -22,8 +16,8 @@ def row_keys(
     prompts_B: jax.Array,
     generations_B: jax.Array,
 ) -> jax.Array:
-    """One random key per completion, [B], folded from the index of its prompt and its own. keys_B:
-    of the rollouts in which the completions began."""
+    """One random key per completion, [B], folded from that of its rollout, the index of its prompt
+    and its own."""
     # Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
     fold = jax.vmap(jax.random.fold_in)
     return fold(fold(keys_B, prompts_B), generations_B)
@@ -40,25 +34,19 @@ def draw(
     positions_B: jax.Array,
     temperature: jax.Array | float,
     cutoffs: tuple | None = None,
-    penalty: float = 1.0,
-    seen_BV: jax.Array | None = None,
     noise_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, their log-probabilities under the distribution that was drawn from, and those under
-    the full one, softmax(logits / temperature), which the trainer computes; [B] each, float32.
+    softmax(logits / temperature), which the trainer computes; [B] each, float32.
 
-    positions_B: tokens of the completion so far. temperature: [] or [B, 1]. cutoffs: top_k, top_p
-    and min_p, as apply_cutoffs takes them. seen_BV: the tokens that the repetition penalty is for.
-    noise_BV: `gumbel_noise` of these keys and positions; None: it is drawn here. At temperature 0
-    the best token is taken, with log-probabilities as at temperature 1 and nothing cut off, as
-    cutting off never removes the best token.
+    positions_B: tokens of the completion so far. temperature: [] or [B, 1]; 0 takes the best token.
+    cutoffs: as apply_cutoffs takes them. noise_BV: `gumbel_noise`; None: it is drawn here.
     """
     # What is left of the full distribution; the same array where nothing changes it.
     full_BV = tempered(logits_BV, temperature)
     left_BV = full_BV
-    if seen_BV is not None:
-        left_BV = apply_repetition_penalty(full_BV, seen_BV, penalty)
     if cutoffs is not None:
+        # Cutting off never removes the best token.
         left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
@@ -72,7 +60,7 @@ def draw(
     # Where nothing was changed, one log-probability is enough.
     if left_BV is full_BV:
         return tokens_B, full_logprobs_B, full_logprobs_B
-    return tokens_B, logprobs_of(left_BV, tokens_B), full_logprobs_B
+    return tokens_B, _logprobs_of(left_BV, tokens_B), full_logprobs_B
 
 
 def gumbel_noise(
@@ -80,19 +68,16 @@ def gumbel_noise(
     positions_B: jax.Array,
     vocab_size: int,
 ) -> jax.Array:
-    """Draws the noise added to the logits of each row's next token, [B, V] float32. It depends on
-    the key of the row and on the number of tokens drawn so far, positions_B."""
+    """The noise added to the logits of each row's next token, [B, V] float32, by its key and
+    position."""
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys_B)
 
 
 def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the best tokens of each row by scores, [B] int32, the last token in a row of
-    NaN; and its log-probability under the logits, [B].
-
-    For accelerators, which are bound by memory here: the logits are read once for the token and
-    their maximum, once for the sum of exponentials, and the scores are never written.
-    """
+    NaN; and its log-probability under the logits, [B]. For accelerators: the scores are never
+    written."""
     V = scores_BV.shape[-1]
 
     def better(left: tuple, right: tuple) -> tuple:
@@ -120,29 +105,19 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draws like `best`, with argmax as two plain reductions: a CPU then draws the noise in
-    threads, and takes half the time."""
+    threads."""
     V = scores_BV.shape[-1]
     is_best_BV = scores_BV >= jnp.max(scores_BV, axis=-1, keepdims=True)
     token_V = jnp.arange(V, dtype=jnp.int32)
     candidates_BV = jnp.where(is_best_BV, token_V, V - 1)
     tokens_B = jnp.min(candidates_BV, axis=-1)
-    return tokens_B, logprobs_of(logits_BV, tokens_B)
+    return tokens_B, _logprobs_of(logits_BV, tokens_B)
 
 
-def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+def _logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
-
-
-def apply_repetition_penalty(
-    logits_BV: jax.Array,
-    seen_BV: jax.Array,
-    penalty: float,
-) -> jax.Array:
-    """Divides the logits of the tokens seen so far by the penalty; negative ones are multiplied."""
-    penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return jnp.where(seen_BV, penalised_BV, logits_BV)
 
 
 def apply_cutoffs(
@@ -151,13 +126,11 @@ def apply_cutoffs(
     top_p: float | jax.Array = 1.0,
     min_p: float | jax.Array = 0.0,
 ) -> jax.Array:
-    """The logits, float32, with -inf for every token that is cut off. The settings are numbers, or
-    arrays [B, 1] of each row's own; 0, 1 and 0 cut nothing off.
+    """The logits, float32, with -inf for every token that is cut off; settings are numbers or
+    arrays [B, 1].
 
     Of the top_k best tokens those are left that first reach top_p, and of these the ones that are
-    at least min_p times as likely as the best. Ties with the last token that is left are left, too:
-    top_k may leave more than k, and top_p counts within all of them. The token that crosses top_p
-    is left, so at least one always is. NaN stays.
+    at least min_p times as likely as the best. Ties with the last one are left, too. NaN stays.
     """
     B, V = logits_BV.shape
     best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
@@ -195,12 +168,9 @@ def apply_cutoffs(
 
 def _highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
     """The highest float32, in each of B rows, for which holds([B, W] candidates) -> [B, W] is true,
-    [B, 1].
-
-    holds must be true up to some number and false above it. Each of sixteen rounds finds two bits
-    of the number by asking for three candidates at once. Nothing is sorted, and where tp divides
-    the vocabulary that holds() counts over, the devices exchange only the counts.
-    """
+    [B, 1]. holds must be true up to some number and false above it."""
+    # Each of sixteen rounds finds two bits by asking for three candidates at once. Nothing is
+    # sorted, and where tp divides the vocabulary the devices exchange only counts.
     ways_W = jnp.arange(1, 4, dtype=jnp.uint32)
 
     def two_bits(round_: jax.Array, key_B1: jax.Array) -> jax.Array:
@@ -216,8 +186,7 @@ def _highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array
 
 
 def _float_from_key(key: jax.Array) -> jax.Array:
-    """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf. Keys
-    beyond count as -inf or inf."""
+    """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf."""
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
     # The upper half of the keys are floats without a sign bit; the lower half are negative ones,
     # of which the largest bits are the lowest floats.

@@ -1,6 +1,5 @@
 """The settings of sampling: the distribution (`generation`), and the sampler (`rollout`)."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,6 @@ class GenerationConfig:
     top_p: float = 1.0
     # Drop tokens less likely than this share of the likeliest one, from 0 to 1. 0 drops none.
     min_p: float = 0.0
-    # Above 1, tokens already in the prompt or completion become less likely. 1 changes nothing.
-    repetition_penalty: float = 1.0
     # Texts that end a completion. They stay in the completion. [] has none.
     stop: tuple[str, ...] = ()
     # Token ids that end a completion, besides the end-of-sequence tokens of the model.
@@ -54,7 +51,6 @@ class GenerationConfig:
         least = LEAST_POSITIVE
         most = 1 / least
         temperatures = f"must be 0, or {least:g} to {most:g}"
-        penalty = "must be finite and above 0; 1 changes nothing"
         rules = (
             ("max_prompt_length", lambda x: x >= 1, "must be at least 1"),
             ("max_new_tokens", lambda x: x >= 1, "must be at least 1"),
@@ -62,7 +58,6 @@ class GenerationConfig:
             ("top_k", lambda x: x >= 0, "must not be negative"),
             ("top_p", lambda x: least <= x <= 1, "must be above 0 and at most 1"),
             ("min_p", lambda x: 0 <= x <= 1, "is a share, from 0 to 1"),
-            ("repetition_penalty", lambda x: 0 < x < math.inf, penalty),
         )
         for name, is_right, text in rules:
             value = getattr(self, name)
@@ -81,8 +76,7 @@ class GenerationConfig:
 
     @property
     def has_cutoffs(self) -> bool:
-        """Returns whether top_k, top_p or min_p cut tokens off. The best token never is, so at
-        temperature 0 they change nothing."""
+        """Returns whether top_k, top_p or min_p cut tokens off."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def check_fits(self, vocab_size: int) -> None:
@@ -111,14 +105,12 @@ CHOICES = {
     "cache": ("compute", "int8"),
     "kernels": ("auto", "xla", "fused"),
     "overlap": ("none", "carry", "one_step"),
-    "waiting": ("auto", "hold", "park"),
 }
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of the sampler's memory and speed. An int8 cache changes completions, a little, and
-    so does overlap.
+    """Settings of the sampler's memory and speed.
 
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
     """
@@ -146,9 +138,6 @@ class RolloutConfig:
     # Devices of its own for the sampling of one_step, beside those of model.mesh_shape: [[sizes],
     # [axes]]. null samples on the devices that learn.
     mesh_shape: MeshShape | None = None
-    # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
-    # the host where others wait for a slot, auto does so if the host has memory for it.
-    waiting: str = "auto"
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -188,12 +177,11 @@ class RolloutConfig:
         return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """Returns how many slots decode so many sequences: `num_slots`, else one for each sequence,
-        up to MAX_SLOTS; rounded up to a multiple of fsdp."""
+        """How many slots decode so many sequences: up to MAX_SLOTS, rounded up to a multiple of
+        fsdp."""
         return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:
-    """The next multiple of fsdp. Another number of slots would not be sharded: every device would
-    hold all of them."""
+    """The next multiple of fsdp; of another number every device would hold all slots."""
     return -(-num_slots // fsdp) * fsdp

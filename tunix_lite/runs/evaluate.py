@@ -1,10 +1,7 @@
-"""Evaluates the policy: samples completions of held-out prompts, which the task grades.
+"""Evaluates the policy: greedy completions of held-out prompts, and samples, which the task grades.
+No state changes, and samples have random numbers of their own: a run learns the same without it."""
 
-Greedy completions say what the policy answers, samples how often it is right: avg@k and pass@k
-climb where the greedy answer has long been found. Nothing here changes a state, and samples have
-random numbers of their own, so a run learns the same with and without its evaluations.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,8 +10,12 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import Graded, Metrics, Params
-from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k, powers_up_to
+from tunix_lite.rewards.scores import field_of
+from tunix_lite.rewards.similarity import rouge_scores
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.grading import FAILED
 from tunix_lite.tasks.task import Task
 
@@ -24,11 +25,9 @@ SAMPLES = 0xE7A1
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: its numbers, and the graded completions that they are computed of.
-
-    Example: 2 examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an
-    example side by side.
-    """
+    """An evaluation: its numbers, and the graded completions that they are computed of. Example: 2
+    examples, num_samples=4 -> 2 greedy completions and 8 sampled ones, those of an example side by
+    side."""
 
     metrics: Metrics
     greedy: Graded
@@ -47,13 +46,23 @@ def evaluate(
     progress: SamplingProgress | None = None,
 ) -> Evaluated:
     """Greedy completions of these held-out examples, and `num_samples` samples of each at
-    `temperature`.
+    `temperature`. key: of the run's seed; every evaluation of a run draws its samples with the same
+    numbers, so two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing
+    is said. Raises RunFailed if a reward fails."""
+    # An engine that is not ours may not know on_chunk.
+    watched = {} if progress is None else {"on_chunk": progress.on_chunk}
 
-    key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
-    two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
-    Raises RunFailed if a reward fails.
-    """
-    greedy = _complete_and_grade(policy, task, params, examples, key, progress=progress)
+    def graded(key: jax.Array | None, count: int, temperature: float) -> Graded:
+        """`count` completions of each example, those of an example side by side."""
+        repeated = [example for example in examples for _ in range(count)]
+        grader = task.grader(repeated, count)
+        prompts = task.prompts(examples)
+        answers = who_answers(task, repeated)
+        how = {"temperature": temperature, "on_finished": grader.submit, **watched, **answers}
+        with error_context("evaluation", RunFailed):
+            return grader.results(policy.generate(params, prompts, key, count, **how))
+
+    greedy = graded(key, 1, 0.0)
     of_greedy = greedy.metrics
     metrics = {
         "eval/accuracy": float(np.mean(greedy.correct)),
@@ -66,20 +75,30 @@ def evaluate(
         return Evaluated(metrics, greedy)
     k = num_samples
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
-    sampled = _complete_and_grade(
-        policy, task, params, examples, key, k, temperature, progress
-    )
-    correct_EN = sampled.correct.reshape(-1, k)
-    texts = sampled.extracted
-    extracted = [texts[row : row + k] for row in range(0, len(texts), k)]
+    sampled = graded(key, k, temperature)
+    scores = scores_of_samples(sampled, [k])
     metrics |= {
-        f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
-        f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
-        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN).mean()),
+        f"eval/avg_at_{k}": float(scores[f"avg_at_{k}"].mean()),
+        f"eval/pass_at_{k}": float(scores[f"pass_at_{k}"].mean()),
+        f"eval/maj_at_{k}": float(scores[f"maj_at_{k}"].mean()),
         "eval/sampled_reward": sampled.metrics["reward/mean"],
         "eval/sampled_truncated": sampled.metrics["completions/truncated"],
     }
     return Evaluated(metrics, greedy, sampled)
+
+
+def scores_of_samples(sampled: Graded, counts: Sequence[int]) -> dict[str, np.ndarray]:
+    """avg@N, pass@k for these counts and maj@N of N samples an example, by name, [E] float64
+    each."""
+    num = sampled.num_generations
+    correct_EN = sampled.correct.reshape(-1, num)
+    texts = sampled.extracted
+    extracted = [texts[row : row + num] for row in range(0, len(texts), num)]
+    return {
+        f"avg_at_{num}": avg_at_k(correct_EN),
+        **{f"pass_at_{k}": pass_at_k(correct_EN, k) for k in counts},
+        f"maj_at_{num}": maj_at_k(extracted, correct_EN),
+    }
 
 
 def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
@@ -87,34 +106,61 @@ def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
     return [num_examples, num_examples * num_samples] if num_samples else [num_examples]
 
 
-def _complete_and_grade(
-    policy: Policy,
-    task: Task,
-    params: Params,
-    examples: list[dict],
-    key: jax.Array,
-    num_samples: int = 1,
-    temperature: float = 0.0,
-    progress: SamplingProgress | None = None,
-) -> Graded:
-    """Grades `num_samples` completions of each example, those of an example side by side.
+def held_out_examples(
+    run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
+) -> tuple[Task, list[dict]]:
+    """The run's task, and its first `num_examples` held-out examples; None: all of them. reference:
+    the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError if there
+    are fewer, if a prompt is too long, or if an example has no such field."""
+    generation = run.generation
+    task = Task(
+        run.task,
+        tokenizer,
+        generation.max_prompt_length,
+        generation.max_new_tokens,
+        generation.long_prompts,
+    )
+    if num_examples is None:
+        num_examples = len(run.task.source.held_out)
+    with error_context("task"):
+        if not num_examples:
+            raise ValueError("the held-out set has no examples")
+        examples = task.held_out(num_examples)
+        task.prompts(examples)
+        for example in examples if reference is not None else ():
+            try:
+                field_of(example, reference)
+            except ValueError as error:
+                raise ValueError(f"evaluate.reference={reference}: {error}") from error
+    return task, examples
 
-    Raises RunFailed if a reward fails.
-    """
-    repeated = [example for example in examples for _ in range(num_samples)]
-    grader = task.grader(repeated, num_samples)
-    prompts = task.prompts(examples)
-    # An engine that is not ours may not know on_chunk.
-    watched = {} if progress is None else {"on_chunk": progress.on_chunk}
-    with error_context("evaluation", RunFailed):
-        rollout = policy.generate(
-            params,
-            prompts,
-            key,
-            num_samples,
-            temperature=temperature,
-            on_finished=grader.submit,
-            **watched,
-            **who_answers(task, repeated),
-        )
-        return grader.results(rollout)
+
+def model_scores(
+    evaluated: Evaluated, examples: list[dict], reference: str | None
+) -> dict[str, np.ndarray]:
+    """The scores of a model by name, [E] float64 each: one number an example, nan where a reward
+    failed. reference: as of held_out_examples."""
+    # Of the greedy completions; truncated is 1 where one ran out of length.
+    greedy = evaluated.greedy
+    rollout = greedy.rollout
+    scores = {
+        "accuracy": greedy.correct.astype(np.float64),
+        "reward": greedy.rewards,
+        "length": np.asarray(rollout.completion_mask).sum(axis=1).astype(np.float64),
+        "truncated": 1.0 - np.asarray(rollout.finished),
+    }
+    if reference is not None:
+        references = [str(example[reference]) for example in examples]
+        scores |= rouge_scores(greedy.completions, references)
+    if (sampled := evaluated.sampled) is None:
+        return scores
+
+    # A dropped sample does not count; an example without samples has no reward.
+    num = sampled.num_generations
+    scores |= scores_of_samples(sampled, powers_up_to(num))
+    rewards_EN = sampled.rewards.reshape(-1, num)
+    kept_EN = ~np.isnan(rewards_EN)
+    total_E = np.where(kept_EN, rewards_EN, 0.0).sum(axis=1)
+    count_E = kept_EN.sum(axis=1)
+    scores["sampled_reward"] = np.where(count_E > 0, total_E / np.maximum(count_E, 1), np.nan)
+    return scores

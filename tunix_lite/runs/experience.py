@@ -21,11 +21,8 @@ SEED_OF_NEXT_ROUND = 0x9E3779B1
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch to learn from.
-
-    Example: with algorithm.updates_per_rollout=2 the same completions are handed out for two
-    updates: first with updates_left=2, then with updates_left=1.
-    """
+    """A batch to learn from. Example: with algorithm.updates_per_rollout=2 the same completions are
+    handed out for two updates: first with updates_left=2, then with updates_left=1."""
 
     # the batch in rows on the mesh, which the update takes
     rows: RowBatch
@@ -49,10 +46,8 @@ class ExperienceSource(Protocol):
     def take(self, step: int, params: Params) -> Experience:
         """Returns the experience of update number `step` (from 0). Raises RunFailed, naming the
         step, if data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
-
         params: what the policy samples with now, adapters attached to their base. The next update
-        donates them: who samples beside an update copies them first.
-        """
+        donates them: who samples beside an update copies them first."""
         ...
 
     def beside_update(self) -> Metrics:
@@ -63,10 +58,7 @@ class ExperienceSource(Protocol):
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
         patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
-        a signal ends it.
-
-        params: as of `take`.
-        """
+        a signal ends it. params: as of `take`."""
         ...
 
 
@@ -84,7 +76,6 @@ class FreshExperience:
         self._learner = learner
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
-        self._policy = learner.policy
         self._collected: Collected | None = None
         self._held: Experience | None = None
 
@@ -152,10 +143,10 @@ class FreshExperience:
         # rounds are of other shuffles, so that the first one goes through the data in the same
         # order whether others follow or not.
         if overlap is not None:
-            drawn = overlap.draw(step, self._policy, task, params)
+            drawn = overlap.draw(step, self._learner.policy, task, params)
             policy, task, examples, example_metrics = drawn
         else:
-            policy = self._policy
+            policy = self._learner.policy
             num_prompts = session.parts.batch.prompts * self._needs.mini_batches
             examples = []
             dropped = 0

@@ -1,10 +1,6 @@
 """Fingerprints a run: the settings its numbers depend on, kept beside its checkpoints. A run
-resumes only from a checkpoint of the same run.
-
-What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
-how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
-What people change on purpose in the middle of a run may differ, too, and is said (SAID).
-"""
+resumes only from a checkpoint of the same run. What never changes an answer is not in it: the mesh,
+micro-batches, remat, slots, and how often. Packing is, so that auto goes on as the run began."""
 
 import ast
 import hashlib
@@ -51,11 +47,9 @@ def fingerprint(
     frozen_models: Mapping[str, FoundModel] = MappingProxyType({}),
 ) -> dict:
     """Plain values by the names of the settings; `versions`, `weights` and `data` beside them.
-
     prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
-    what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
-    """
+    what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden."""
     template = model.tokenizer.template
 
     # What every run has. Steps and rates that others do not depend on are left out.
@@ -211,11 +205,8 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
-    that are allowed.
-
-    Another model cannot be forced: its checkpoint means something else. What SAID names may
-    differ.
-    """
+    that are allowed. Another model cannot be forced: its checkpoint means something else. What SAID
+    names may differ."""
     changes = dict(differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
     changes.pop("training.packing", None)

@@ -25,9 +25,7 @@ OF_TOKENS = {
 @dataclass(frozen=True)
 class InFlight:
     """Completions that no update has taken yet, and the next step to draw prompts for.
-
-    Example: InFlight([], 0) before the first update.
-    """
+    Example: InFlight([], 0) before the first update."""
 
     completions: Sequence[OpenCompletion]
     next_step: int
@@ -37,15 +35,14 @@ class InFlight:
         the other."""
         columns = {
             "next_step": np.int32(self.next_step),
-            "steps": [one.step for one in self.completions],
-            "prompts": [one.prompt for one in self.completions],
-            "generations": [one.generation for one in self.completions],
             "lengths": [len(one.tokens) for one in self.completions],
             "reasons": [
                 -1 if one.reason is None else FINISH.index(one.reason)
                 for one in self.completions
             ],
         }
+        for name in ("step", "prompt", "generation"):
+            columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
         types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS
@@ -100,9 +97,7 @@ OF_ROWS = {"finish": np.int8, "seconds": np.float32}
 @dataclass(frozen=True)
 class ConversationsInFlight:
     """A whole rollout of conversations that waits for its update.
-
-    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2.
-    """
+    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
 
     # the update, from 0, that learns from it
     step: int

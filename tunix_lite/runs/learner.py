@@ -36,11 +36,8 @@ from tunix_lite.tracking.progress import BytesProgress
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy that can be updated.
-
-    Example: `update = learner.compile_update(state, rows)`, then
-    `state, metrics = update(state, learner.frozen, rows)`: the old state is donated.
-    """
+    """A policy that can be updated. Example: `update = learner.compile_update(state, rows)`, then
+    `state, metrics = update(state, learner.frozen, rows)`: the old state is donated."""
 
     # the state at the start of the run; the first update donates it
     state: TrainState
@@ -105,10 +102,8 @@ class Learner:
 
 
 def build_learner(session: Session) -> Learner:
-    """Loads or restores the state, and makes the policy and the update of a run.
-
-    Raises ConfigError, beginning with the setting, where files and settings do not go together.
-    """
+    """Loads or restores the state, and makes the policy and the update of a run. Raises
+    ConfigError, beginning with the setting, where files and settings do not go together."""
     run = session.run
     parts = session.parts
     model = parts.model
@@ -181,8 +176,7 @@ def state_at_start(
     The loaded `params` and those of the checkpoint are never on the devices together: the former
     are deleted first, and the optimizer's state is made by reading it. So a run that fits can be
     resumed. Whatever needs the loaded ones, such as a copy of them for a reference, must be made
-    before. Raises ConfigError.
-    """
+    before. Raises ConfigError."""
     run = parts.resolved.run
     step = put(np.int32(0))
     if parts.resume_from is None:

@@ -21,10 +21,8 @@ from tunix_lite.tracking.rundir import RunDir, Status
 
 @dataclass
 class Unfinished:
-    """A run that has not ended yet: how to keep its last whole step.
-
-    Example: `with unfinished.kept(stopping): ...` saves the state if a signal ends the block.
-    """
+    """A run that has not ended yet: how to keep its last whole step. Example: `with
+    unfinished.kept(stopping): ...` saves the state if a signal ends the block."""
 
     run: RunConfig
     run_dir: RunDir
@@ -45,12 +43,9 @@ class Unfinished:
     @contextlib.contextmanager
     def kept(self, stopping: Stopping) -> Iterator[None]:
         """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing
-        has changed since.
-
-        StopRun is raised again with the state and the reason attached; any other error is raised as
-        it is. Nothing is saved after an error of the devices or of the disk, where saving may hang
-        or fail, nor after one that other processes may not know of.
-        """
+        has changed since. StopRun is raised again with the state and the reason attached; any other
+        error is raised as it is. Nothing is saved after an error of the devices or of the disk,
+        where saving may hang or fail, nor after one that other processes may not know of."""
         try:
             yield
         except StopRun as stop:
@@ -103,10 +98,7 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
 
 def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     """The metrics of step `start` in metrics.jsonl, if the evaluation that is due there was ended;
-    else None.
-
-    The same on all processes, which must all come here.
-    """
+    else None. The same on all processes, which must all come here."""
     evaluation = run.evaluation
     due = is_due(start, evaluation.interval_steps, run.training.max_steps)
     row = None

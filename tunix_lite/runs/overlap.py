@@ -1,23 +1,15 @@
-"""Rollouts that overlap with learning (rollout.overlap): the groups of each update, and the
-rollouts that stay in flight until a later one.
+"""Rollouts that overlap with learning (rollout.overlap). What an update gets depends on seed,
+steps, chunks and tokens, never on the clock. A checkpoint holds the completions in flight, so that
+a resumed run learns from what it would have learned from."""
 
-Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
-checkpoint holds them, so that a resumed run learns from what it would have learned from.
-"""
-
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Policy,
-    TaskInterface,
-    who_answers,
-)
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
 from tunix_lite.parallel.compiling import stopwatch
@@ -29,11 +21,13 @@ from tunix_lite.rollout.partial import (
     rollout_of,
 )
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
-from tunix_lite.runs.separate_sampling import SeparateSampling, separate_sampling
+from tunix_lite.runs.separate_sampling import (
+    SeparateSampling,
+    arguments_of_sampler,
+    separate_sampling,
+)
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import Parts
-from tunix_lite.settings.config import RunConfig
+from tunix_lite.runs.setup import rollouts_behind
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -42,32 +36,27 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
-@dataclass
 class _BatchesInFlight:
     """The examples and prompts of each step that completions in flight belong to.
+    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
 
-    Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts.
-    """
-
-    session: Session
-    # examples of a rollout
-    num_prompts: int
-    # updates of a rollout
-    updates: int
-
-    def __post_init__(self):
-        self._found: dict[int, tuple[list[dict], Prompts, int]] = {}
+    def __init__(self, session: Session):
+        algorithm = session.run.algorithm
+        # examples of a rollout, and its updates
+        self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
+        self._updates = algorithm.updates_per_rollout
+        self._session = session
+        self._drawn: dict[int, tuple[list[dict], Prompts, int]] = {}
 
     def _of(self, step: int) -> tuple[list[dict], Prompts, int]:
-        if step not in self._found:
-            task = self.session.task
-            seed = self.session.run.seed % 2**32
-            examples, dropped = task.batch(self.num_prompts, seed, step // self.updates)
+        if step not in self._drawn:
+            task = self._session.task
+            seed = self._session.run.seed % 2**32
+            examples, dropped = task.batch(self.count, seed, step // self._updates)
             prompts = task.prompts(examples)
             # a grader takes neighbours that are one object for one group
-            examples = [dict(example) for example in examples]
-            self._found[step] = examples, prompts, dropped
-        return self._found[step]
+            self._drawn[step] = [dict(example) for example in examples], prompts, dropped
+        return self._drawn[step]
 
     def examples(self, step: int) -> list[dict]:
         return self._of(step)[0]
@@ -77,32 +66,27 @@ class _BatchesInFlight:
 
     def dropped(self, steps: Sequence[int]) -> Metrics:
         """Counts the examples that were passed over, if the task may pass any over."""
-        if not self.session.task.leaves_out:
+        if not self._session.task.leaves_out:
             return {}
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
     def forget(self, steps: set[int]) -> None:
         """Keeps only the batches of these steps."""
-        self._found = {
-            step: examples for step, examples in self._found.items() if step in steps
-        }
+        self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
 
 
 class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
-    its groups, and the completions under way go on with the new weights.
+    its groups, and the completions under way go on with the new weights. It gives
+    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
-    It gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
-
-    def __init__(
-        self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
-    ):
+    def __init__(self, session: Session, sampler: PartialSampler, start: InFlight):
+        run = session.run
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
         self._behind = rollouts_behind(run)
-        self._batches = _BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session)
         self._between_chunks = session.stopping.check_between_chunks
         self._pad_id = session.task.tokenizer.pad_id
         self._seed_key = jax.random.key(run.seed)
@@ -118,8 +102,8 @@ class PartialRollouts:
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
         run's conversations."""
-        in_flight = (self._behind + 1) * self._count * self._generations
-        self._sampler.compile_ahead(params, self._count, self._generations, in_flight)
+        in_flight = (self._behind + 1) * self._batches.count * self._generations
+        self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """Returns the completions of update number `step` (from 0). `policy` and `params` sample
@@ -152,7 +136,7 @@ class PartialRollouts:
         def take(has_ended: np.ndarray) -> list[int] | None:
             """[N] bool, which completions have ended -> the places of the groups to take."""
             is_whole = has_ended.reshape(shape).all(axis=1)
-            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
+            return groups_to_take(oldest, is_whole, self._batches.count, now, self._behind)
 
         completions, metrics = self._sampler.go_on(
             params,
@@ -161,7 +145,7 @@ class PartialRollouts:
             self._seed_key,
             step,
             lambda has_ended: take(has_ended) is not None,
-            (self._count, self._generations),
+            (self._batches.count, self._generations),
             self._between_chunks,
         )
         chosen = take(np.array([one.reason is not None for one in completions]))
@@ -182,16 +166,38 @@ class PartialRollouts:
         else:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        return (
-            _handed_out(policy, rollout.replace(metrics=metrics)),
-            task,
-            examples,
-            example_metrics,
-        )
+        drawn = _handed_out(policy, rollout.replace(metrics=metrics))
+        return drawn, task, examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
         return {}
+
+
+def groups_to_take(
+    oldest: Sequence[int],
+    is_whole: Sequence[bool],
+    count: int,
+    now: int,
+    staleness: int,
+) -> list[int] | None:
+    """The places of `count` whole groups that rollout `now` hands out; None: more must end first.
+
+    oldest: the rollout in which each group began, `now` for those that had not begun. Those that
+    began first are taken first. Enough of the older ones must be among them that none of what stays
+    can become older than `staleness` rollouts; with at most count * (staleness + 1) groups in
+    flight that is always possible."""
+    began = np.asarray(oldest)
+    whole = np.flatnonzero(is_whole)
+    if len(whole) < count:
+        return None
+    taken = whole[np.argsort(began[whole], kind="stable")][:count]
+    for later in range(staleness):
+        # those that no rollout after now + later may take
+        due = began + staleness <= now + later
+        if due[taken].sum() < due.sum() - count * later:
+            return None
+    return sorted(taken.tolist())
 
 
 def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
@@ -230,9 +236,7 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
 
 class _TaskInHand:
     """A task whose grader is at work already, and whose environments have answered.
-
-    Example: `TaskInHand(task, grader).grader(examples)` is `grader`.
-    """
+    Example: `TaskInHand(task, grader).grader(examples)` is `grader`."""
 
     def __init__(self, task: Any, grader: Any):
         self._task = task
@@ -251,77 +255,65 @@ class _TaskInHand:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A whole rollout that waits for its update, with its grades on the way.
-
-    Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader).
-    """
+    """A whole rollout that waits for its update, with its grades on the way. Example: the batch of
+    step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
 
     step: int
     # updates made before it was sampled
     version: int
     rollout: Rollout
-    examples: list[dict]
     grader: Any
-
-
-@dataclass
-class _UnderWay:
-    """A rollout whose sampling has begun, and goes on beside the update.
-
-    Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1).
-    """
-
-    step: int
-    # updates made before its weights
-    version: int
-    # stops after each chunk; returns the rollout
-    steps: Generator[None, None, Rollout]
-    examples: list[dict]
-    grader: Any
-    # seconds of sampling until now
-    seconds: float
-
-    def sampled(self) -> _Sampled:
-        """Samples the rest."""
-        elapsed = stopwatch()
-        rollout = to_the_end(self.steps)
-        beside = elapsed()
-        versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
-        seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
-        rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-        return _Sampled(self.step, self.version, rollout, self.examples, self.grader)
 
 
 class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
-    the updates of this one, while the devices compute the first of them.
-
-    One thread starts all programs, in one order: the first chunks of sampling, the update, the
-    other chunks. Their results do not depend on that order: no array that changes is shared.
-    """
+    the updates of this one, while the devices compute the first of them. One thread starts all
+    programs, in one order: the first chunks of sampling, the update, the other chunks. Their
+    results do not depend on that order: no array that changes is shared."""
 
     def __init__(
         self,
         session: Session,
-        run: RunConfig,
         start: InFlight | ConversationsInFlight,
         apart: SeparateSampling | None = None,
     ):
         """apart: samples where sampling has devices of its own; None: the policy does."""
+        run = session.run
         self._task = session.task
         self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._generation = run.generation
-        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
-        self._batches = _BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session)
         self._seed_key = jax.random.key(run.seed)
-        self._after = self._restored(start)
-        self._before = self._after
-        self._under_way: _UnderWay | None = None
+        # the rollout that waits for its update, and the one before; None: there is none
+        self._after: _Sampled | None = None
+        self._before: _Sampled | None = None
+        # samples the rest of the rollout that was begun beside this update
+        self._under_way: Callable[[], _Sampled] | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
+
+        # The rollout that waited in a checkpoint. Its grades are computed again.
+        if isinstance(start, ConversationsInFlight):
+            step = start.step
+            version = start.version
+            rollout = start.rollout
+            last_turns = start.last_turns
+        elif start.completions:
+            first = start.completions[0]
+            step = first.step
+            version = first.versions[0]
+            prompts = self._batches.prompts(step)
+            pad_id = self._task.tokenizer.pad_id
+            rollout = rollout_of(start.completions, prompts, run.generation, pad_id, {})
+            last_turns = [list(one.tokens) for one in start.completions]
+        else:
+            return
+        grader = self._task.grader(self._repeated(step), self._generations)
+        for row, tokens in enumerate(last_turns):
+            grader.submit(row, tokens)
+        self._before = self._after = _Sampled(step, version, rollout, grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See PartialRollouts."""
@@ -336,7 +328,7 @@ class OneStepOffPolicy:
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """See PartialRollouts."""
         samples = sampler if self._apart is None else self._apart
-        samples.compile_ahead(params, self._count, self._generations, **about)
+        samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """See PartialRollouts. Raises what went wrong beside the update before."""
@@ -344,19 +336,16 @@ class OneStepOffPolicy:
             raise self._failed
         self._before = self._after
         self._began = step
-        held = self._before or self._start_rollout(step, step, policy, params).sampled()
+        held = self._before or self._start_rollout(step, step, policy, params)()
         following = step + self._updates
         self._under_way = self._start_rollout(following, step, policy, params)
+        examples = self._batches.examples(step)
         self._batches.forget({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
         example_metrics = self._batches.dropped([following])
-        return (
-            _handed_out(policy, rollout, is_graded=True),
-            task,
-            held.examples,
-            example_metrics,
-        )
+        drawn = _handed_out(policy, rollout, is_graded=True)
+        return drawn, task, examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -365,7 +354,7 @@ class OneStepOffPolicy:
             return {}
         under_way, self._under_way = self._under_way, None
         try:
-            self._after = under_way.sampled()
+            self._after = under_way()
         except SharedError as error:
             # An environment failed. The update is made, and its state is to be saved first.
             self._after = None
@@ -375,15 +364,16 @@ class OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> _UnderWay:
+    ) -> Callable[[], _Sampled]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
-        next ones are on the devices. Completions are graded from the moment they end."""
+        next ones are on the devices. Completions are graded from the moment they end. Returns what
+        samples the rest."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
-        prompts = self._batches.prompts(step)
-        grader = self._grader(step)
-        answers = who_answers(self._task, self._repeated(step))
-        arguments = (params, prompts, key, self._generations)
+        repeated = self._repeated(step)
+        grader = self._task.grader(repeated, self._generations)
+        answers = who_answers(self._task, repeated)
+        arguments = (params, self._batches.prompts(step), key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, grader.submit, **answers)
         else:
@@ -391,40 +381,22 @@ class OneStepOffPolicy:
             steps = policy.generate(*arguments, **own, **answers)
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
-        examples = self._batches.examples(step)
-        return _UnderWay(step, version, steps, examples, grader, elapsed())
+        until_update = elapsed()
 
-    def _grader(self, step: int) -> Any:
-        """Grades the completions of that step."""
-        return self._task.grader(self._repeated(step), self._generations)
+        def sampled() -> _Sampled:
+            elapsed = stopwatch()
+            rollout = to_the_end(steps)
+            seconds = {"time/rollout": until_update, "time/rollout_beside_update": elapsed()}
+            versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
+            rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
+            return _Sampled(step, version, rollout, grader)
+
+        return sampled
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""
         examples = self._batches.examples(step)
         return [example for example in examples for _ in range(self._generations)]
-
-    def _restored(self, start: InFlight | ConversationsInFlight) -> _Sampled | None:
-        """The rollout that waited in a checkpoint; None: there was none. Its grades are computed
-        again."""
-        if isinstance(start, ConversationsInFlight):
-            step = start.step
-            version = start.version
-            rollout = start.rollout
-            last_turns = start.last_turns
-        elif start.completions:
-            first = start.completions[0]
-            step = first.step
-            version = first.versions[0]
-            prompts = self._batches.prompts(step)
-            pad_id = self._task.tokenizer.pad_id
-            rollout = rollout_of(start.completions, prompts, self._generation, pad_id, {})
-            last_turns = [list(one.tokens) for one in start.completions]
-        else:
-            return None
-        grader = self._grader(step)
-        for row, tokens in enumerate(last_turns):
-            grader.submit(row, tokens)
-        return _Sampled(step, version, rollout, self._batches.examples(step), grader)
 
 
 # what gives a run its completions where rollouts overlap with learning
@@ -435,38 +407,24 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
     """Restores the run's overlapping rollouts at this step; None without overlap. Raises
     ConfigError if the checkpoint lacks them."""
     run = resolved.run
-    if run.rollout.overlap == "none" or (
-        run.rollout.overlap == "one_step" and not run.rollout.is_stale
-    ):
+    overlap = run.rollout.overlap
+    if overlap == "none" or (overlap == "one_step" and not run.rollout.is_stale):
         return None
-    start = restored(run, session.parts, step)
-    if run.rollout.overlap == "one_step":
-        return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
-    tokenizer = session.task.tokenizer
-    sampler = make_sampler(
-        resolved.cfg,
-        run.generation,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        tokenizer,
-        jnp.dtype(run.training.tp_reduce_dtype),
-    )
-    return PartialRollouts(session, run, PartialSampler(sampler), start)
 
-
-def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:
-    """Reads the rollouts in flight at this step; none if the run begins here or resumes with other
-    settings."""
-    nothing = InFlight([], step)
-    if parts.resume_from is None or (run.resume.force and parts.differs):
-        return nothing
-    with error_context("resume"):
-        arrays = Checkpoints(parts.resume_from).in_flight(step)
-        if arrays is None and run.rollout.is_stale:
-            raise ValueError(
-                f"step {step} of {parts.resume_from} has no completions in flight; "
-                "resume.force=true begins with none"
-            )
-        return nothing if arrays is None else in_flight_from(arrays)
+    # What was in flight; nothing if the run begins here or resumes with other settings.
+    start = InFlight([], step)
+    resume_from = session.parts.resume_from
+    if resume_from is not None and not (run.resume.force and session.parts.differs):
+        with error_context("resume"):
+            arrays = Checkpoints(resume_from).in_flight(step)
+            if arrays is None and run.rollout.is_stale:
+                raise ValueError(
+                    f"step {step} of {resume_from} has no completions in flight; "
+                    "resume.force=true begins with none"
+                )
+            if arrays is not None:
+                start = in_flight_from(arrays)
+    if overlap == "one_step":
+        return OneStepOffPolicy(session, start, separate_sampling(session, resolved))
+    sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
+    return PartialRollouts(session, PartialSampler(sampler), start)

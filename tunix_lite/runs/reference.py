@@ -1,10 +1,6 @@
-"""The reference of the KL term: the policy that training starts from, the same however often the
-run is resumed.
-
-The settings of the model may not name all of it, as when training starts from an adapter or from
-another run's checkpoint. Then the run keeps it in its own folder, `reference/<step>/`: an adapter
-may be overwritten, and another run goes on. `reference.json` says which one it is.
-"""
+"""The reference of the KL term: the policy that training starts from, however often it resumes.
+Where settings cannot name it (an adapter, another run's checkpoint) the run keeps it in
+`reference/<step>/`, and `reference.json` says which one it is."""
 
 import shutil
 from dataclasses import dataclass
@@ -34,11 +30,8 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Reference:
-    """Names the reference policy.
-
-    Example: Reference("the weights that training starts from") where no folder is needed to have it
-    again.
-    """
+    """Names the reference policy. Example: Reference("the weights that training starts from") where
+    no folder is needed to have it again."""
 
     words: str  # for people
     # the step in `reference/`; None: the model of the settings, without adapters
@@ -51,10 +44,8 @@ def find_reference(
     run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path | None
 ) -> Reference | None:
     """The reference of a run that goes on from the checkpoints `resume_from`, or begins; None: it
-    has no KL term.
-
-    Raises ValueError, with the remedy, if it was another one than can be had now, or is not known.
-    """
+    has no KL term. Raises ValueError, with the remedy, if it was another one than can be had now,
+    or is not known."""
     if not run.algorithm.needs.reference:
         return None
     if resume_from == run_dir.checkpoints:
@@ -124,12 +115,9 @@ def reference_of(
     params: Params,
 ) -> Params | None:
     """The frozen params of the KL term, None without one. What is kept of a new one is on disk when
-    it returns.
-
-    params: what the settings of the model give, as it was loaded; they may be deleted afterwards.
-    Beside them and the reference, another run's weights are on the devices for a moment. Raises
-    ValueError and OSError as Checkpoints does.
-    """
+    it returns. params: what the settings of the model give, as it was loaded; they may be deleted
+    afterwards. Beside them and the reference, another run's weights are on the devices for a
+    moment. Raises ValueError and OSError as Checkpoints does."""
     if chosen is None:
         return None
     copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)

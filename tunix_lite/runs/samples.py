@@ -1,7 +1,6 @@
 """samples/*.jsonl: every completion of a step, and all that made its reward and its advantage.
 
-From the rows of a file the means that the step logged can be computed again, to the bit.
-"""
+From the rows of a file the means that the step logged can be computed again, to the bit."""
 
 from dataclasses import fields
 from typing import Any
@@ -23,10 +22,7 @@ def keep_samples(
     batch: Batch | None = None,
 ) -> list[dict[str, Any]]:
     """Writes all completions of a step, and shows so many of them, from best to worst. Returns the
-    lines written.
-
-    batch: what the step learned from, which has their advantages.
-    """
+    lines written. batch: what the step learned from, which has their advantages."""
     rows = sample_rows(graded, advantages_of(graded, batch))
     run_dir.write_samples(step, rows)
     console.samples(from_best_to_worst(rows, num_shown))
@@ -56,9 +52,7 @@ def sample_rows(
     graded: Graded, advantages_B: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
     """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
-
-    advantages_B: what is learned from each; None: nothing is, as in an evaluation.
-    """
+    advantages_B: what is learned from each; None: nothing is, as in an evaluation."""
     rows: list[dict[str, Any]] = []
     rollout = graded.rollout
     for i, text in enumerate(graded.completions):
@@ -123,9 +117,7 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
 
 def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
     """[B] float64: the advantage of each completion, the mean over its tokens where they differ.
-
-    None if the batch has none, or if its sequences are not these completions.
-    """
+    None if the batch has none, or if its sequences are not these completions."""
     rollout = graded.rollout
     if batch is None or batch.advantages is None or rollout is None:
         return None

@@ -12,9 +12,7 @@ from tunix_lite.tracking.progress import Output, Progress, after
 
 class SamplingClock:
     """Estimates the time left, as if the other completions took as long as those that have ended.
-
-    Example: `clock = SamplingClock(160)`; `clock.take(requests)` after each chunk.
-    """
+    Example: `clock = SamplingClock(160)`; `clock.take(requests)` after each chunk."""
 
     def __init__(
         self,
@@ -22,8 +20,8 @@ class SamplingClock:
         compile_seconds: Callable[[], float] = compile_seconds,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """total: completions. compile_seconds: how long this process has compiled until now.
-        clock: seconds, from any start."""
+        """total: completions. compile_seconds: how long this process has compiled until now. clock:
+        seconds, from any start."""
         self.total = total
         self.tokens = 0
         self.num_ended = 0
@@ -52,11 +50,9 @@ class SamplingClock:
 
 
 class SamplingProgress:
-    """Follows one rollout after another, and says how far they are.
-
-    Example: `with SamplingProgress(StandardError(), [32]) as progress:`, then
-    `generate(..., on_chunk=progress.on_chunk)`.
-    """
+    """Follows one rollout after another, and says how far they are. Example: `with
+    SamplingProgress(StandardError(), [32]) as progress:`, then `generate(...,
+    on_chunk=progress.on_chunk)`."""
 
     def __init__(
         self,

@@ -22,7 +22,12 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
     """Builds the sampler of a run."""
-    return make_generate(
+    return make_generate(*arguments_of_sampler(resolved, tokenizer))
+
+
+def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
+    """Returns the arguments of make_generate and make_sampler for a run."""
+    return (
         resolved.cfg,
         resolved.run.generation,
         tokenizer.eos_ids,
@@ -37,9 +42,7 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 @dataclass
 class SeparateSampling:
     """Samples on a mesh of its own, whatever the current mesh is.
-
-    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`.
-    """
+    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grade)`."""
 
     mesh: jax.sharding.Mesh
     generate: Sampling

@@ -38,10 +38,8 @@ from tunix_lite.tracking.rundir import RunDir, Status
 
 @dataclass
 class Job:
-    """The job that a run is part of.
-
-    Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a run of a sweep.
-    """
+    """The job that a run is part of. Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a
+    run of a sweep."""
 
     # time.time() when the job began: training.max_minutes counts from there; None: from the call
     began: float | None = None
@@ -57,10 +55,8 @@ class Job:
 
 @dataclass
 class Session:
-    """An open run: its settings, components, console and status.
-
-    Example: `with open_run(run, folder) as session: session.console.say("hello")`.
-    """
+    """An open run: its settings, components, console and status. Example: `with open_run(run,
+    folder) as session: session.console.say("hello")`."""
 
     run: RunConfig
     parts: Parts
@@ -92,8 +88,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     The caller sets `session.state`. A run that was asked to stop ends the `with` block early and
     without an error: its last state is in `session.state`, too. Raises ConfigError: for settings
     before anything is written, for memory and weights later; DiskError if the folder cannot be
-    written any more; any other error as it is.
-    """
+    written any more; any other error as it is."""
     job = job or Job()
     began = job.began or time.time()
     hide_users_of_urls(plain(run))

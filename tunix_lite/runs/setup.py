@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
+from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import (
     as_text,
@@ -38,7 +40,6 @@ from tunix_lite.runs.fingerprint import (
     packing_of,
     read_fingerprint,
 )
-from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import RunConfig
@@ -55,12 +56,9 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a run whose settings are checked.
-
-    `find_parts` gives it without a folder, `prepare` adds what the folder says.
-
-    Example: `parts = prepare(run, RunDir(folder))`, then `jax.set_mesh(parts.mesh)`.
-    """
+    """The components of a run whose settings are checked. `find_parts` gives it without a folder,
+    `prepare` adds what the folder says. Example: `parts = prepare(run, RunDir(folder))`, then
+    `jax.set_mesh(parts.mesh)`."""
 
     model: FoundModel
     mesh: jax.sharding.Mesh
@@ -110,8 +108,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
-    folder can be written, it writes and removes a small file there.
-    """
+    folder can be written, it writes and removes a small file there."""
     parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
@@ -119,7 +116,15 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
         run_dir.check()
     resume_from = resume_from_folder(run, run_dir)
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
-    parts = download_models(parts)
+
+    # All weights come to this machine.
+    with error_context(""):
+        model = source.download(parts.model)
+    frozen_models = {}
+    for name, frozen in parts.frozen_models.items():
+        with _of_frozen(name):
+            frozen_models[name] = source.download(frozen)
+    parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
     # run does not go on in silence where one is missing; of status.json it says what begins anew.
@@ -150,8 +155,8 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
 
 
 def with_rewards_tried(parts: Parts) -> Parts:
-    """The parts, after the first process has called the user's rewards on made-up completions of
-    an example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
+    """The parts, after the first process has called the user's rewards on made-up completions of an
+    example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
     samples = not run.algorithm.needs.demonstrations
     if jax.process_index() or not (samples or run.evaluation.num_examples):
@@ -171,11 +176,9 @@ def with_rewards_tried(parts: Parts) -> Parts:
 
 
 def find_parts(run: RunConfig) -> Parts:
-    """Finds the components of a run that need no run folder. Raises ConfigError.
-
-    Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
-    sharding rules those of the process.
-    """
+    """Finds the components of a run that need no run folder. Raises ConfigError. Of a hub model it
+    downloads config.json and the tokenizer, not the weights. Makes the run's sharding rules those
+    of the process."""
     # Messages begin with the setting. A tracker may lack its package.
     for name, open_tracker in run.tracking.trackers.items():
         if (check := getattr(open_tracker, "check", None)) is not None:
@@ -225,10 +228,8 @@ def _resolver(
 
 def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     """The parts of a run that resumes: where training.packing=auto, with the packing of the run
-    whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it.
-
-    Another packing would change the last digits of what follows. It is changed only by name.
-    """
+    whose checkpoint it goes on from. Raises ConfigError if these settings do not allow it. Another
+    packing would change the last digits of what follows. It is changed only by name."""
     if parts.resume_from is None or run.training.packing != AUTO:
         return parts
     file = RunDir(parts.resume_from.parent).fingerprint
@@ -302,11 +303,9 @@ def _of_frozen(name: str) -> Iterator[None]:
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
-    """Checks the examples and describes them; num_prompts: of an update.
-
-    Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
-    what the model and the algorithm can take.
-    """
+    """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
+    example, or a prompt of the first update or of the evaluation, is not what the model and the
+    algorithm can take."""
     with error_context("task"):
         needs = run.algorithm.needs
         if not needs.demonstrations and not needs.frozen_models:
@@ -336,11 +335,9 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
 
 def check_embedded(task: Task, learned: Sequence[str]) -> None:
     """Raises ValueError, with the place of the row, if a row in memory needs a token that the model
-    has no embedding for. learned: the fields that are learned from.
-
-    The tokenizer finds them, so all rows are tokenised, but only where it has such tokens. Of rows
-    that are read later, each is refused when its turn comes.
-    """
+    has no embedding for. learned: the fields that are learned from. The tokenizer finds them, so
+    all rows are tokenised, but only where it has such tokens. Of rows that are read later, each is
+    refused when its turn comes."""
     source = task.config.source
     if not task.tokenizer.beyond:
         return
@@ -372,17 +369,6 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
             raise ValueError(
                 f"rewards.{name} takes one completion; set task.rewards.{name}.group=false"
             )
-
-
-def download_models(parts: Parts) -> Parts:
-    """The parts with the weights of their models on this machine. Raises ConfigError."""
-    with error_context(""):
-        model = source.download(parts.model)
-    frozen_models = {}
-    for name, frozen in parts.frozen_models.items():
-        with _of_frozen(name):
-            frozen_models[name] = source.download(frozen)
-    return replace(parts, model=model, frozen_models=frozen_models)
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
@@ -424,9 +410,10 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         return folder
 
 
-def check_resumed(parts: Parts, earlier: RunDir) -> str:
+def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> str:
     """Describes allowed differences from the run whose checkpoint this one resumes. Raises
-    ConfigError for others. All weights of `parts` are on this machine."""
+    ConfigError for others. is_downloaded: all weights of `parts` are on this machine; else weights
+    are not compared where a model is of the hub."""
     is_forced = parts.resolved.run.resume.force
     with error_context("resume"):
         try:
@@ -438,17 +425,18 @@ def check_resumed(parts: Parts, earlier: RunDir) -> str:
                 ) from error
             return str(error)
         ours = json.loads(json.dumps(_fingerprint_of(parts)))
+        names = [model.name for model in (parts.model, *parts.frozen_models.values())]
+        if not is_downloaded and any(map(is_hub_name, names)):
+            for values, name in product((ours, theirs), ("weights", "frozen_weights")):
+                values.pop(name, None)
         return check_same_run(ours, theirs, earlier.path, is_forced)
 
 
 def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and the
-    text of the chat template.
-
-    Where the folder holds checkpoints of another run, call it when our first one is whole: until
-    then the other run must be able to go on. A kill in between leaves our checkpoint under their
-    fingerprint; both runs can still resume.
-    """
+    text of the chat template. Where the folder holds checkpoints of another run, call it when our
+    first one is whole: until then the other run must be able to go on. A kill in between leaves our
+    checkpoint under their fingerprint; both runs can still resume."""
     run = parts.resolved.run
     with error_context(""):
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
@@ -534,7 +522,14 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     lengths = f"prompt up to {prompt} tokens, completion up to {new}"
     rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
     if run.rollout.is_stale:
-        rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
+        prompts = parts.batch.prompts
+        overlap = "one_step: the next batch is sampled beside the update"
+        if run.rollout.overlap == "carry":
+            overlap = (
+                f"carry: {prompts * (rollouts_behind(run) + 1)} prompts in flight, {prompts} an "
+                f"update; tokens are up to {run.rollout.max_staleness} updates old"
+            )
+        rows.append(("overlap", overlap))
 
     # What is minimised, how long, and where to.
     if objective := described(run.algorithm):
@@ -548,6 +543,11 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
+
+
+def rollouts_behind(run: RunConfig) -> int:
+    """The most rollouts that a token may be older than the update that learns from it."""
+    return run.rollout.max_staleness // run.algorithm.updates_per_rollout
 
 
 def float32_products(mixed_precision: str, platform: str) -> str:

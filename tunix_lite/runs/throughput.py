@@ -20,10 +20,8 @@ from tunix_lite.planning.hardware import Hardware
 class Throughput:
     """Turns seconds of a step into speeds. FLOPs are those of planning.flops, of the model, not of
     the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
-    recomputation by remat does not count.
-
-    Example: Throughput(cfg, 0, 8, None).metrics(batch, update_seconds=0.5, step_seconds=2.0).
-    """
+    recomputation by remat does not count. Example: Throughput(cfg, 0, 8, None).metrics(batch,
+    update_seconds=0.5, step_seconds=2.0)."""
 
     cfg: Architecture
     trained_adapters: int  # parameters in adapters; 0: all weights train
@@ -65,9 +63,7 @@ TEACHER = "teacher"
 @dataclass(frozen=True)
 class _Timed:
     """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
-
-    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows.
-    """
+    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
 
     # of the metric
     name: str

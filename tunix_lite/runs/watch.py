@@ -1,13 +1,10 @@
-"""Watches a run, in one order: numbers, evaluation, logs, checkpoints, signals.
-
-The order has a meaning: what a crash in between leaves on the disk is always true. It stands in
-`Watch.after`.
-"""
+"""Watches a run: numbers, evaluation, logs, checkpoints, signals. Their order stands in
+`Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -20,7 +17,7 @@ from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.learner.optim import learning_rate_at, num_updates
-from tunix_lite.models import source
+from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
@@ -69,10 +66,8 @@ HELD_OUT_SHOWN = 2
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step that is over. Do not keep it: the next update donates its state.
-
-    Example: an observer `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`.
-    """
+    """A step that is over. Do not keep it: the next update donates its state. Example: an observer
+    `def rows(done): return {"my/rows": len(done.experience.batch.tokens)}`."""
 
     # updates so far, those that were skipped included: 1 after the first
     step: int
@@ -88,47 +83,77 @@ class StepDone:
         return self.experience.updates_left == 1
 
 
-@dataclass
 class Watch:
     """Everything around the loop: `before` it, `step` and `updating` around the parts of a step,
-    and `after` a step.
+    and `after` a step. Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1,
+    ...))`."""
 
-    Example: `with watch.step(step): ...`, then `watch.after(StepDone(step + 1, ...))`.
-    """
+    def __init__(self, session: Session, learner: Learner, source: ExperienceSource):
+        """Opens trackers, checkpoints and the profiler. Raises FloatingPointError if the run gave
+        up at this step before, and nothing has changed since."""
+        run = session.run
+        run_dir = session.run_dir
+        closing = session.closing
+        self.session = session
+        self.learner = learner
+        self.source = source
+        # the newest state, before the next update donates it
+        self.state = learner.state
+        # the step that this invocation begins at
+        self.start = int(learner.state.step)
+        # updates in a row that were not made, because a number was not finite
+        self.skipped = learner.skipped
+        self.accuracy: float | None = None
+        # the checkpoints of this folder are of another run until one of ours is whole
+        self.is_fingerprint_pending = session.parts.overwrites_other_run(run_dir)
+        session.status.start(self.start, session.begins_here)
+        if self.skipped >= run.training.max_skipped_in_a_row:
+            raise FloatingPointError(
+                diverged(self.start, self.skipped, session.parts.resume_from)
+            )
 
-    session: Session
-    learner: Learner
-    source: ExperienceSource
-    trackers: list[Tracker]
-    checkpoints: Checkpoints
-    profile: Profile
-    throughput: Throughput
-    # the step that this invocation begins at
-    start: int
-    # the metrics of step `start`, if its evaluation was cut short and is made now; else None
-    row_without_evaluation: Metrics | None
-    # the newest state, before the next update donates it
-    state: TrainState
-    # updates in a row that were not made, because a number was not finite
-    skipped: int
-    # the checkpoints of this folder are of another run until one of ours is whole
-    is_fingerprint_pending: bool
-    # real tokens of the batches of all updates until now, prompts too
-    num_tokens: int
-    unfinished: Unfinished = field(init=False)
-    accuracy: float | None = field(default=None, init=False)
-    # seconds of the step, without compiling: until collecting was over, and the update; and those
-    # of compiling
-    _collected: float = field(default=0.0, init=False)
-    _updated: float = field(default=0.0, init=False)
-    _compiled: float = field(default=0.0, init=False)
-    # the clocks of these
-    _elapsed: Callable[[], float] = field(default=float, init=False)
-    _compiling: Callable[[], float] = field(default=float, init=False)
-    # the step's current activity, for the console
-    _doing: str = field(default="", init=False)
-    # optimizer updates before the one under way, which sets its learning rate
-    _updates_before: int = field(default=0, init=False)
+        # Signals count from here until everything is on the disk.
+        closing.enter_context(session.stopping)
+        how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
+        self.checkpoints = Checkpoints(
+            run_dir.checkpoints, *how_many, run_dir.point_latest_here
+        )
+        closing.push(closed_at_end(self.checkpoints.close))
+        # the metrics of step `start`, if its evaluation was cut short and is made now
+        missing = None if session.begins_here else unmeasured(run, run_dir, self.start)
+        self.row_without_evaluation = missing
+        # Real tokens of all updates until now, prompts too. Counted before the line of this step
+        # is taken back, to get its evaluation.
+        self.num_tokens = 0
+        if (earlier := session.parts.resume_from) is not None:
+            self.num_tokens = RunDir(earlier.parent).last_number(
+                "train/num_tokens", self.start
+            )
+        self.trackers = open_trackers(session, self.start, is_measured=missing is None)
+
+        # The profiler, and what the seconds of a step are set against.
+        is_profiled = run.training.profile_communication and run_dir.is_first
+        num_steps = run.training.max_steps - self.start
+        self.profile = Profile(run_dir.path if is_profiled else None, num_steps)
+        closing.callback(self.profile.close)
+        model = session.parts.model
+        devices = session.parts.mesh.devices
+        adapters = num_adapters(model)
+        peaks = of_device(devices.flat[0])
+        self.throughput = Throughput(model.cfg, adapters, devices.size, peaks)
+
+        # An end before the last step keeps the last whole one.
+        self.unfinished = Unfinished(
+            run,
+            run_dir,
+            session.status,
+            session.console.say,
+            lambda: self.state,
+            self.save,
+            self.checkpoints.wait,
+            self.start,
+        )
+        closing.enter_context(self.unfinished.kept(session.stopping))
 
     def before(self, state: TrainState) -> None:
         """Compiles, writes plan.json, and evaluates where the start was not evaluated."""
@@ -199,23 +224,29 @@ class Watch:
 
     @contextlib.contextmanager
     def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
-        """Around the update alone: until it is done nothing can stop the run.
-
-        Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
-        """
+        """Around the update alone: until it is done nothing can stop the run. Raises StopRun, on
+        all processes, if one of them was asked to stop: nothing has changed yet."""
         stopping = self.session.stopping
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
         stopping.check_before_update()
-        self._collected = self._elapsed()
+        collected = self._elapsed()
+        # what sets the learning rate of this update
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
         self._do(f"step {int(self.state.step) + 1}: updating")
         self._give_back_memory()
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
-        self._updated = self._elapsed()
-        self._compiled = self._compiling()
+        updated = self._elapsed()
+        compiled = self._compiling()
+        # without compiling, but for the whole step
+        self._seconds = {
+            "time/collect": collected,
+            "time/update": updated - collected,
+            "time/compile": compiled,
+            "time/step": updated + compiled,
+        }
 
     def after(self, done: StepDone) -> str | None:
         """Does everything that follows an update. Returns a reason to end the run, or None.
@@ -224,8 +255,7 @@ class Watch:
         FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
         end of a rollout: it saves the state first, if it can. Raises SamplerFault if sampler and
         trainer disagree by more than training.max_sampler_gap, RunFailed if an observer or a reward
-        fails, StopRun if a signal ends the evaluation.
-        """
+        fails, StopRun if a signal ends the evaluation."""
         session = self.session
         self.state = done.state
         metrics = self.numbers(done)
@@ -235,19 +265,10 @@ class Watch:
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
-        limit = session.run.training.max_sampler_gap
-        gap = self.sampler_gap(done, metrics)
-        if limit is not None and gap > limit:
-            self.log(done.step, metrics)
-            raise SamplerFault(
-                f"step {done.step}: the trainer gives the sampler's tokens log-probabilities that "
-                f"differ by {gap:.3g} nats a token on average; training.max_sampler_gap={limit:g} "
-                "is the limit, and rounding in bfloat16 is below 0.01. The weights that sample, or "
-                "one of the two programs, are wrong, so the update is not kept. "
-                "training.max_sampler_gap=null turns this check off"
-            )
+        self.check_sampler(done, metrics)
         metrics |= self.observed(done)
-        if self.is_due(done.step, session.run.evaluation.interval_steps):
+        last = session.run.training.max_steps
+        if is_due(done.step, session.run.evaluation.interval_steps, last):
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
@@ -266,7 +287,8 @@ class Watch:
             raise FloatingPointError(diverged(done.step, self.skipped, folder, metrics))
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
-        saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
+        every = session.run.training.save_interval_steps
+        saves = reason or is_due(done.step, every, last)
         if saves or self.accuracy is not None:
             session.status.write("running")
         if saves:
@@ -300,11 +322,7 @@ class Watch:
         metrics["train/learning_rate"] = learning_rate_at(
             self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
         )
-        metrics |= dict(self.learner.seconds)
-        metrics["time/collect"] = self._collected
-        metrics["time/update"] = self._updated - self._collected
-        metrics["time/compile"] = self._compiled
-        metrics["time/step"] = self._updated + self._compiled
+        metrics |= self.learner.seconds | self._seconds
         metrics |= self.throughput.metrics(
             done.experience.batch, metrics["time/update"], metrics["time/step"]
         )
@@ -321,7 +339,17 @@ class Watch:
                     raise ValueError(
                         f"it returned {kind}; return a dict like {{'my/number': 1.0}}"
                     )
-                metrics |= {key: _own_metric(key, value) for key, value in returned.items()}
+                for key, value in returned.items():
+                    is_key = isinstance(key, str) and key.count("/") == 1
+                    if not is_key or key.split("/")[0] in OUR_PARTS:
+                        raise ValueError(
+                            f"{key!r} is not the name of a metric of yours: part/name, and the "
+                            f"part is none of {', '.join(OUR_PARTS)}"
+                        )
+                    number = np.asarray(value)
+                    if number.shape or not np.issubdtype(number.dtype, np.number):
+                        raise ValueError(f"{key} is {type(value).__name__}; give one number")
+                    metrics[key] = float(number)
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
@@ -342,7 +370,7 @@ class Watch:
         sampled = averages_of_samples(evaluation.metrics)
         session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
-        if every and (step == 0 or self.is_due(step, every)):
+        if every and (step == 0 or is_due(step, every, session.run.training.max_steps)):
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
@@ -351,27 +379,29 @@ class Watch:
             session.console.samples(rows, with_rewards=True)
         return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
 
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether work that is done every `every` steps, and after the last, is due now."""
-        return is_due(step, every, self.session.run.training.max_steps)
-
-    def sampler_gap(self, done: StepDone, metrics: Metrics) -> float:
-        """Nats a token by which sampler and trainer disagree where only rounding may differ: in the
-        first update of a rollout both have the same weights; else 0.
-
-        Where old_logprobs=sampled the two distributions differ on purpose, and so do those of
-        tokens that earlier weights drew.
-        """
+    def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
+        """Raises SamplerFault where sampler and trainer disagree by more nats a token than
+        training.max_sampler_gap, though only rounding may differ: in the first update of a rollout
+        both have the same weights."""
+        # With old_logprobs=sampled they differ on purpose, and so do tokens of earlier weights.
+        limit = self.session.run.training.max_sampler_gap
         cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
         is_stale = metrics.get("rollout/staleness_max", 0) > 0
         has_own = done.experience.metrics and "train/sampler_gap" in metrics
-        if cuts_off or is_stale or not has_own:
-            return 0.0
+        if limit is None or cuts_off or is_stale or not has_own:
+            return
         # where old_logprobs=rescored the trainer's own are compared before the update
-        total = float(np.sum(done.experience.batch.loss_weight))
-        return metrics.get(
-            "sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0)
-        )
+        total = float(np.sum(done.experience.batch.loss_weight)) or 1.0
+        gap = metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / total)
+        if gap > limit:
+            self.log(done.step, metrics)
+            raise SamplerFault(
+                f"step {done.step}: the trainer gives the sampler's tokens log-probabilities that "
+                f"differ by {gap:.3g} nats a token on average; training.max_sampler_gap={limit:g} "
+                "is the limit, and rounding in bfloat16 is below 0.01. The weights that sample, or "
+                "one of the two programs, are wrong, so the update is not kept. "
+                "training.max_sampler_gap=null turns this check off"
+            )
 
     # ---- what is written
 
@@ -383,8 +413,10 @@ class Watch:
         """Logs a whole step: its metrics, and its completions when due."""
         self.log(done.step, metrics)
         graded = done.experience.graded
-        tracking = self.session.run.tracking
-        if graded is not None and self.is_due(done.step, tracking.samples_interval_steps):
+        run = self.session.run
+        tracking = run.tracking
+        every = tracking.samples_interval_steps
+        if graded is not None and is_due(done.step, every, run.training.max_steps):
             rows = keep_samples(
                 self.session.run_dir,
                 self.session.console,
@@ -399,8 +431,8 @@ class Watch:
         self.session.status.steps = done.step
 
     def save(self) -> None:
-        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
-        may be written after it."""
+        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it may
+        be written after it."""
         session = self.session
         step = int(self.state.step)
         overlap = self.learner.overlap
@@ -413,77 +445,10 @@ class Watch:
         self.unfinished.on_disk = int(self.state.step)
 
 
-def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
-    """Builds the Watch of a run: trackers, checkpoints, profiler.
-
-    Raises FloatingPointError if the run gave up at this step before, and nothing has changed since.
-    """
-    run = session.run
-    run_dir = session.run_dir
-    closing = session.closing
-    start = int(learner.state.step)
-    session.status.start(start, session.begins_here)
-    if learner.skipped >= run.training.max_skipped_in_a_row:
-        raise FloatingPointError(diverged(start, learner.skipped, session.parts.resume_from))
-
-    # Signals count from here until everything is on the disk.
-    closing.enter_context(session.stopping)
-    how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
-    checkpoints = Checkpoints(run_dir.checkpoints, *how_many, run_dir.point_latest_here)
-    closing.push(closed_at_end(checkpoints.close))
-    missing = None if session.begins_here else unmeasured(run, run_dir, start)
-    # Counted before the line of this step is taken back, to get its evaluation.
-    num_tokens = 0
-    if (earlier := session.parts.resume_from) is not None:
-        num_tokens = RunDir(earlier.parent).last_number("train/num_tokens", start)
-    trackers = open_trackers(session, start, is_measured=missing is None)
-
-    # The profiler, and what the seconds of a step are set against.
-    is_profiled = run.training.profile_communication and run_dir.is_first
-    num_steps = run.training.max_steps - start
-    profile = Profile(run_dir.path if is_profiled else None, num_steps)
-    closing.callback(profile.close)
-    model = session.parts.model
-    devices = session.parts.mesh.devices
-    peaks = of_device(devices.flat[0])
-    throughput = Throughput(model.cfg, source.num_adapters(model), devices.size, peaks)
-
-    # An end before the last step keeps the last whole one.
-    watch = Watch(
-        session=session,
-        learner=learner,
-        source=experience,
-        trackers=trackers,
-        checkpoints=checkpoints,
-        profile=profile,
-        throughput=throughput,
-        start=start,
-        row_without_evaluation=missing,
-        state=learner.state,
-        skipped=learner.skipped,
-        is_fingerprint_pending=session.parts.overwrites_other_run(run_dir),
-        num_tokens=num_tokens,
-    )
-    watch.unfinished = Unfinished(
-        run,
-        run_dir,
-        session.status,
-        session.console.say,
-        lambda: watch.state,
-        watch.save,
-        checkpoints.wait,
-        start,
-    )
-    closing.enter_context(watch.unfinished.kept(session.stopping))
-    return watch
-
-
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
-
     is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
-    RunFailed, naming the tracker of the settings that cannot be opened.
-    """
+    RunFailed, naming the tracker of the settings that cannot be opened."""
     last_line = None
     if start and not session.begins_here:
         last_line = start if is_measured else start - 1
@@ -507,16 +472,3 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
-
-
-def _own_metric(name: object, value: object) -> float:
-    """The metric of an observer as a plain number. Raises ValueError if it is anything else."""
-    if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
-        raise ValueError(
-            f"{name!r} is not the name of a metric of yours: part/name, and the part is none of "
-            f"{', '.join(OUR_PARTS)}"
-        )
-    number = np.asarray(value)
-    if number.shape or not np.issubdtype(number.dtype, np.number):
-        raise ValueError(f"{name} is {type(value).__name__}; give one number")
-    return float(number)

@@ -15,18 +15,14 @@ from tunix_lite.serving.tools import CallReader
 
 @dataclass
 class Piece:
-    """The part of a choice that one chunk added.
-
-    Example: Piece("19", [120, 1], ...) with finish_reason "stop".
-    """
+    """The part of a choice that one chunk added."""
 
     text: str
     tokens: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
     finish_reason: str | None = None
-    # calls of tools, as the API writes them
-    calls: list[dict] = field(default_factory=list)
+    calls: list[dict] = field(default_factory=list)  # calls of tools, as the API writes them
 
     def add(self, later: "Piece") -> None:
         self.text += later.text
@@ -38,10 +34,7 @@ class Piece:
 
 
 class ApiChoice:
-    """One completion, as a client sees it: its text without the stop text that ended it.
-
-    Example: choice = ApiChoice(0, tokenizer, ("\\n",)); choice.add(new).text
-    """
+    """One completion, as a client sees it: its text without the stop text that ended it."""
 
     def __init__(
         self,
@@ -61,29 +54,26 @@ class ApiChoice:
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
-        if self.stop:
-            # The tokens up to the one that completes a stop text, each decoded by itself.
-            piece = Piece("", [], [], [])
-            top = new.top or [[] for _ in new.tokens]
-            for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
-                piece.tokens.append(token)
-                piece.logprobs.append(logprob)
-                piece.top.append(likeliest)
-                self.held += self.stream.feed([token])
-                if (end := self._stop_at()) is not None:
-                    piece.text += self.held[:end]
-                    self.held = ""
-                    piece.finish_reason = "stop"
-                    break
-                # The last characters may be the beginning of a stop text.
-                free = max(0, len(self.held) - max(map(len, self.stop)) + 1)
-                piece.text += self.held[:free]
-                self.held = self.held[free:]
-        else:
-            # No text ends the choice, so all tokens are decoded together.
-            top = list(new.top) or [[] for _ in new.tokens]
-            text = self.stream.feed(new.tokens)
-            piece = Piece(text, list(new.tokens), list(new.full_logprobs), top)
+        # Where texts end the choice, each token is decoded by itself; else all together.
+        size = 1 if self.stop else max(1, len(new.tokens))
+        longest = max(map(len, self.stop), default=1)
+        top = list(new.top) or [[] for _ in new.tokens]
+        piece = Piece("", [], [], [])
+        for start in range(0, len(new.tokens), size):
+            part = slice(start, start + size)
+            piece.tokens += new.tokens[part]
+            piece.logprobs += new.full_logprobs[part]
+            piece.top += top[part]
+            self.held += self.stream.feed(new.tokens[part])
+            if (end := self._stop_at()) is not None:
+                piece.text += self.held[:end]
+                self.held = ""
+                piece.finish_reason = "stop"
+                break
+            # The last characters may be the beginning of a stop text.
+            free = max(0, len(self.held) - longest + 1)
+            piece.text += self.held[:free]
+            self.held = self.held[free:]
         if piece.finish_reason is None and new.reason is not None:
             self.held += self.stream.end()
             piece.text += self.held[: self._stop_at()]
@@ -107,10 +97,7 @@ class ApiChoice:
 
 @dataclass(frozen=True)
 class ApiAnswer:
-    """The objects of one request.
-
-    Example: ApiAnswer(call, tokenizer).whole(choices)
-    """
+    """The objects of one request."""
 
     call: Call
     tokenizer: Tokenizer

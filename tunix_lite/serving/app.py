@@ -1,12 +1,6 @@
-"""The server: an aiohttp application with the endpoints of the OpenAI API over one live engine.
-
-    GET  /v1/models  /v1/models/{name}  /healthz
-    POST /v1/completions  /v1/chat/completions
-
-and, where episodes of agents are recorded, the same under /episodes/ID/v1.
-
-aiohttp is imported where the server starts, as it is an extra: `pip install -e '.[serve]'`.
-"""
+"""The server: an aiohttp application with the endpoints of the OpenAI API over one live engine;
+where episodes of agents are recorded, also under /episodes/ID/v1. aiohttp is an extra: `pip install
+-e '.[serve]'`."""
 
 import asyncio
 import contextlib
@@ -40,9 +34,8 @@ _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "time
 
 
 class Recorder(Protocol):
-    """Keeps what was asked and sampled in an episode, a run of an agent. The id of an episode is
-    part of the path, /episodes/ID/v1, or the API key. Each raises BadCall for an episode that there
-    is not, or that is over."""
+    """Keeps what was asked and sampled in an episode, a run of an agent, whose id is part of the
+    path or the API key. Each raises BadCall for an episode that there is not, or that is over."""
 
     def begin(self, episode: str, call: Call) -> Call:
         """The call as it shall be made: other settings, or other tokens of the same prompt."""

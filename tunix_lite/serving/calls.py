@@ -1,9 +1,6 @@
-"""Requests of a client: the JSON bodies of /v1/completions and /v1/chat/completions, checked.
-
-Every field of the protocol is either used, or without effect here and listed in _IGNORED, or an
-error that names it. Field names are those of the OpenAI API; `top_k`, `min_p` and
-`return_token_ids` are additions that vLLM has, too.
-"""
+"""Requests of a client: the JSON bodies of /v1/completions and /v1/chat/completions, checked. Each
+field is used, or listed in _IGNORED, or an error that names it; `top_k`, `min_p` and
+`return_token_ids` are vLLM's."""
 
 import secrets
 from dataclasses import dataclass, field, fields
@@ -42,10 +39,7 @@ _FREE_BYTES = 2**14
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of one request.
-
-    Example: Limits("bundled", max_prompt_length=2048, max_new_tokens=512, max_length=2560).
-    """
+    """The bounds of one request."""
 
     model_name: str
     # tokens of a prompt, of a completion, and of both together
@@ -112,24 +106,17 @@ class _ChatBody(_CompletionBody):
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request: its body, and what it comes to with the tokenizer and the limits.
-
-    Example: of {"messages": [{"role": "user", "content": "hi"}]} the prompts are the tokens of that
-    conversation, and there is one choice.
-    """
+    """A checked request: its body, and what it comes to with the tokenizer and the limits."""
 
     body: _TextBody | _ChatBody
     model: str
-    # the tokens of each prompt; a chat has one
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # the tokens of each prompt; a chat has one
     # of every choice; its generation is that of the choice
     draw: DrawSettings
     max_tokens: int
     stop: tuple[str, ...]
-    # the prompts were text or messages, and not tokens
-    is_text: bool = True
-    # calls of tools are read out of what is said
-    reads_calls: bool = False
+    is_text: bool = True  # the prompts were text or messages, and not tokens
+    reads_calls: bool = False  # calls of tools are read out of what is said
 
     @property
     def is_chat(self) -> bool:

@@ -1,5 +1,5 @@
-"""The part of both servers around a request: listening, its key and body, errors as JSON, a line
-of the log."""
+"""The part of both servers around a request: listening, its key and body, errors as JSON, a line of
+the log."""
 
 import asyncio
 import contextlib
@@ -38,23 +38,16 @@ _RETRY_AFTER = 1
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server listens, and what it lets clients do.
-
-    Example: ServerSettings(port=8000, api_key="secret").
-    """
+    """How the server listens, and what it lets clients do."""
 
     host: str = "127.0.0.1"
     # 0 takes a free one
     port: int = 8000
     api_key: str | None = None
-    # bytes
-    max_body: int = 2**20
-    # seconds from a request to its last token
-    request_seconds: float = 600.0
-    # seconds that requests under way may take after SIGTERM
-    stop_seconds: float = 30.0
-    # a line on stderr for each request
-    log_requests: bool = False
+    max_body: int = 2**20  # bytes
+    request_seconds: float = 600.0  # seconds from a request to its last token
+    stop_seconds: float = 30.0  # seconds that requests under way may take after SIGTERM
+    log_requests: bool = False  # a line on stderr for each request
 
 
 class TimedOut(Exception):
@@ -62,13 +55,9 @@ class TimedOut(Exception):
 
 
 class Face:
-    """The server of one protocol. A subclass says what its paths and errors are.
+    """The server of one protocol. A subclass says what its paths and errors are."""
 
-    Example: asyncio.run(Server(engine, tokenizer, limits, ServerSettings()).run(print))
-    """
-
-    # paths that need no key
-    open_paths: tuple[str, ...] = ("/healthz",)
+    open_paths: tuple[str, ...] = ("/healthz",)  # paths that need no key
     # paths that are asked for all the time, so that a line for each would hide the others
     unlogged: tuple[str, ...] = ("/healthz",)
     # errors whose message is for the client, and the status of the answer; besides BadCall
@@ -111,9 +100,8 @@ class Face:
     async def run(
         self, ready: Callable[[str], None], stop: asyncio.Event | None = None
     ) -> None:
-        """Serves until SIGTERM or SIGINT, or until `stop` is set; requests under way then have
-        stop_seconds to end. ready(address) is called once it listens. Raises what `check` raises.
-        """
+        """Serves until SIGTERM or SIGINT, or until `stop` is set. ready(address) is called once it
+        listens."""
         from aiohttp import web
 
         if stop is None:

@@ -24,11 +24,8 @@ def between(low: float, high: float, default: object = dataclasses.MISSING) -> A
 
 
 def read(kind: type[T], body: object, name: str | None = None) -> T:
-    """The dataclass with the values of a JSON object, the field `name` of another one.
-
-    A field that is missing or null has its default. What the class does not have is left out.
-    Raises BadCall, naming the field.
-    """
+    """The dataclass with the values of a JSON object, the field `name` of another one; a missing or
+    null field has its default. Raises BadCall, naming the field."""
     if not isinstance(body, dict):
         raise BadCall(f"{name or 'the body'} is {shown(body)}, not a JSON object", name)
     hints = get_type_hints(kind)

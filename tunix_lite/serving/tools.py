@@ -1,21 +1,17 @@
-"""Tools in a chat: what a client offers, and the calls in what the model says.
-
-Tools go to the chat template, which writes them in the form that the model knows. Calls are read as
-in conversations of a run (environments/tool_calls.py). Nothing forces a model to call a tool, or
-its arguments to fit: the client checks them.
-"""
+"""Tools in a chat: what a client offers goes to the chat template, and calls are read in what the
+model says, as in conversations of a run (environments/tool_calls.py)."""
 
 import json
 import secrets
 
 from tunix_lite.basics.plain_text import shown
-from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
+from tunix_lite.environments.tool_calls import GEMMA4_TAG, PYTHON_TAG, calls_in
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.serving.bad_call import BadCall
 
 # What a call begins with. A bare one begins with a bracket, at the start of what is said.
-_MARKS = ("<tool_call>", "<function=", PYTHON_TAG, "```")
+_MARKS = ("<tool_call>", "<function=", GEMMA4_TAG, PYTHON_TAG, "```")
 _BRACKETS = ("{", "[")
 _NO_FORM = (
     "the chat template of this model has no form for tools; leave tools out, and write into a "
@@ -26,10 +22,8 @@ _NO_FORM = (
 def tools_of(
     tools: object, choice: object, is_parallel: object, tokenizer: Tokenizer
 ) -> list[dict]:
-    """The tools of a body as chat templates read them; [] where none may be called.
-
-    choice, is_parallel: tool_choice and parallel_tool_calls. Raises BadCall, naming the field.
-    """
+    """The tools of a body as chat templates read them; [] where none may be called. choice,
+    is_parallel: tool_choice and parallel_tool_calls. Raises BadCall, naming the field."""
     if choice not in (None, "none", "auto"):
         raise BadCall(
             f"tool_choice={shown(choice)} would force a call, which this server cannot; it is auto "
@@ -67,8 +61,8 @@ def tools_of(
 
 
 def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]:
-    """The messages with calls and results as chat templates read them: arguments as objects, and
-    each result with the name of its tool. Raises BadCall."""
+    """The messages with arguments as objects, and each result with the name of its tool. Raises
+    BadCall."""
     names: dict[str, str] = {}
     for_template = []
     for message in messages:
@@ -103,12 +97,8 @@ def _call(call: object) -> dict:
 
 
 class CallReader:
-    """Divides what a model says into text and calls, while it comes.
-
-    Text that may be part of a call is held until the end. If it is none after all, it is text.
-
-    Example: reader.feed("I add.\\n<tool_") == "I add."; reader.end() is ("", [the call]).
-    """
+    """Divides what a model says into text and calls, while it comes; what may be a call is held
+    until the end."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -123,10 +113,8 @@ class CallReader:
         return released
 
     def end(self) -> tuple[str, list[dict]]:
-        """The rest of the text, and the calls as the API writes them.
-
-        One call that cannot be read makes all of it text, as the client gets to see it then.
-        """
+        """The rest of the text, and the calls as the API writes them; one that cannot be read makes
+        all of it text."""
         calls = calls_in(self._text)
         if not calls or any(call.problem for call in calls):
             return self._text[self._released :], []
@@ -143,8 +131,7 @@ class CallReader:
         ]
 
     def _free(self) -> int:
-        """The end of the text that is no part of a call. White space before a call belongs to the
-        call: templates write their own."""
+        """The end of the text that is no part of a call."""
         text = self._text
         if text.lstrip().startswith(_BRACKETS):
             return 0

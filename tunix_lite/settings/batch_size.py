@@ -1,14 +1,10 @@
-"""Computes the sequences of an update and their rows by arithmetic on the settings, before any
-device is touched.
+"""Computes the sequences of an update and their rows by arithmetic on the settings.
 
     prompts x num_generations = micro_batch_size x fsdp x accumulation
 
 What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the
 rows that its tokens make. Where a group shares its prompt, a row is the prompt and k lanes of new
-tokens: a prompt stands ceil(G / k) times and not G times. The larger k, the fewer tokens, and the
-coarser are the rows to divide over shards and micro-batches: of those that fit, the k whose rows
-make the fewest tokens for a shard, empty rows counted.
-"""
+tokens, with the k whose rows, empty ones counted, make the fewest tokens for a shard."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,11 +26,8 @@ MORE_PROMPTS_SHARE = 1 / 32
 @dataclass(frozen=True)
 class BatchPlan:
     """The numbers that make up the sequences of one update; their identity holds.
-
-    Example: `plan_batch(run, fsdp=4).sequences`.
-    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
-    are 0.
-    """
+    Example: `plan_batch(run, fsdp=4).sequences`. Where sequences are packed, micro-batches have
+    tokens, not sequences, and the last two numbers are 0."""
 
     prompts: int
     num_generations: int
@@ -62,11 +55,8 @@ class BatchPlan:
 
 def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     """Derives the numbers that are not given: prompts x generations = micro_batch_size x fsdp x
-    accumulation.
-
-    packing=auto counts as none here: packing_choice.with_packing asks for each packing by name.
-    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
-    """
+    accumulation. packing=auto counts as none here: packing_choice.with_packing asks for each
+    packing by name. Raises ConfigError, with the arithmetic, if no whole numbers satisfy it."""
     settings = run.training
     G = run.algorithm.num_generations
     prompts = settings.prompts_per_step

@@ -1,7 +1,5 @@
-"""Settings: conf/ and the words of a command line become a built `RunConfig`.
-
-Hydra and OmegaConf are used here alone: to compose settings, and to run a job with them.
-"""
+"""Settings: conf/ and the words of a command line become a built `RunConfig`. Hydra and OmegaConf
+are used here alone."""
 
 import contextlib
 import itertools
@@ -41,12 +39,9 @@ _TEMPERATURE = 0.7
 
 def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
-    the model's files or on the devices is chosen later, by settings/resolved_run.py.
-
-    _root_: all settings, as OmegaConf gives them.
-
-    Example: with task=gsm8k, `auto("max_new_tokens")` is 512.
-    """
+    the model's files or on the devices is chosen later, by settings/resolved_run.py. _root_: all
+    settings, as OmegaConf gives them.
+    Example: with task=gsm8k, `auto("max_new_tokens")` is 512."""
     if name == "temperature":
         has_prompt = _root_.get("prompt") is not None or _root_.get("prompts") is not None
         return 0.0 if has_prompt and _root_["num_generations"] == 1 else _TEMPERATURE
@@ -65,13 +60,9 @@ OmegaConf.register_new_resolver("auto", auto, replace=True)
 
 
 def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
-    """The settings of a run, built from conf/ and these overrides.
-
-    overrides: as on the command line, `["model=gemma3_1b", "seed=1"]`. more_conf: a folder with the
-    user's own options. Raises ConfigError.
-
-    Example: `compose(["algorithm=dr_grpo", "training.max_steps=20"]).training.max_steps` is 20.
-    """
+    """The settings of a run, built from conf/ and these overrides, written as on the command line.
+    more_conf: a folder with the user's own options. Raises ConfigError.
+    Example: `compose(["algorithm=dr_grpo", "training.max_steps=20"]).training.max_steps` is 20."""
     return build(RunConfig, compose_values(overrides, more_conf))
 
 
@@ -81,11 +72,9 @@ def compose_values(
     of: tuple[str, ...] = (),
     config_name: str = "config",
 ) -> dict:
-    """The settings as nested plain values, not built yet.
-
-    of: overrides that a command adds before those of the user, `("+command=generate",)`.
-    config_name: of the file that everything begins with. Raises ConfigError.
-    """
+    """The settings as nested plain values, not built yet. of: overrides that a command adds,
+    `("+command=generate",)`. config_name: of the file that everything begins with. Raises
+    ConfigError."""
     overrides = expand_short_forms(overrides)
     hide_users_of_urls(overrides)
     with error_context(""):
@@ -177,9 +166,7 @@ def explain(
     config_name: str = "config",
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
-
-    The other arguments are those of `compose_values`. Call it inside `_options_in`.
-    """
+    The other arguments are those of `compose_values`. Call it inside `_options_in`."""
     # An override that Hydra's grammar refuses.
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
     parsed = {}
@@ -255,11 +242,8 @@ PLUGINS = {
 
 
 def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
-    """The dotted names of all settings, with these options chosen; model=random has more of them.
-
-    If the options cannot be composed, those of the default options; [] if the file of this name
-    cannot be composed at all.
-    """
+    """The dotted names of all settings, with these options chosen, or with the default ones where
+    they cannot be composed; [] if the file of this name cannot be composed at all."""
     for chosen in (options, list(of)):
         with contextlib.suppress(HydraException, OmegaConfBaseException):
             return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
@@ -285,11 +269,8 @@ def leaves(values: dict, prefix: str = "") -> Iterator[str]:
 
 
 def fill_in_folder(text: str, values: dict) -> str:
-    """Fills in `${now:...}` and settings in the folder that a command line gives.
-
-    text: the folder as given. values: the settings as plain values. Raises ConfigError for what
-    only Hydra could fill in.
-    """
+    """Fills in `${now:...}` and settings in the folder that a command line gives. values: the
+    settings as plain values. Raises ConfigError for what only Hydra could fill in."""
     setup_globals()
     try:
         return str(OmegaConf.create({**values, "hydra": {"folder": text}}).hydra.folder)
@@ -326,10 +307,8 @@ def runs_of_sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def hydra_job(job: Callable[[dict, Path], object]) -> None:
-    """Lets Hydra read the command line, and calls job(plain values, folder) for each run of it.
-
-    A sweeper that looks for the best settings, as optuna does, compares what the job returns.
-    """
+    """Lets Hydra read the command line, and calls job(plain values, folder) for each run of it. A
+    sweeper that looks for the best settings, as optuna does, compares what the job returns."""
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(settings: DictConfig) -> object:
@@ -350,8 +329,6 @@ def lacks_a_reference(error: ConfigError) -> bool:
 
 def sweep_folder() -> Path | None:
     """The folder of the sweep that the current run belongs to; None if it is no run of a sweep.
-
-    Call it while Hydra runs a job.
-    """
+    Call it while Hydra runs a job."""
     settings = HydraConfig.get()
     return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None

@@ -257,9 +257,7 @@ class RuntimeConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on.
-
-    Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it".
-    """
+    Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it"."""
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has needs, collect and loss
     task: TaskConfig
@@ -446,15 +444,12 @@ Kind = type | types.UnionType
 
 
 def build(kind: Kind, value: object, where: str = "") -> Any:
-    """`value`, plain as YAML gives it, as `kind`.
+    """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place.
 
-    Raises ConfigError, naming the place, for settings that are unknown (with the nearest known
-    one), missing, of another type, or refused by the dataclass itself. `_target_` names a class or
-    function by dotted path: a class is built from the other settings, a function gets them bound.
-    It is obeyed where `kind` is Any or Callable, and where it is a dataclass for that class and
-    those derived from it. A Callable may also be the dotted path alone. What is named is imported,
-    so `value` must be the user's own: of what a folder says, see files.untrusted.check_settings.
-    """
+    `_target_` names a class or function by dotted path: a class is built from the other settings, a
+    function gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a
+    dataclass for those derived from it. What is named is imported, so `value` must be the user's
+    own: of what a folder says, see files.untrusted.check_settings."""
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:

@@ -1,8 +1,5 @@
 """Flags of other projects on our command lines: `--learning_rate 1e-5` is answered with the setting
-to type.
-
-Settings are key=value here, and the flags that there are belong to Hydra.
-"""
+to type. Settings are key=value here, and the flags that there are belong to Hydra."""
 
 import re
 from collections.abc import Iterable
@@ -42,9 +39,7 @@ def _parted(
     argv: list[str], ours: dict[str, int]
 ) -> tuple[list[str], list[tuple[str, str]], list[str]]:
     """Our flags with the words that follow them, each other flag with its value, and the others.
-
-    ours: our flags, and how many words follow each.
-    """
+    ours: our flags, and how many words follow each."""
     mine: list[str] = []
     foreign: list[tuple[str, str]] = []
     others: list[str] = []
@@ -69,10 +64,8 @@ def _parted(
 
 
 def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) -> None:
-    """Raises ConfigError if there are flags that are not ours, with what to write for each.
-
-    known: the names of all settings. ours: our flags, and how many words follow each.
-    """
+    """Raises ConfigError if there are flags that are not ours, with what to write for each. known:
+    the names of all settings. ours: our flags, and how many words follow each."""
     _, flags, _ = _parted(argv, ours)
     if not flags:
         return
@@ -123,10 +116,8 @@ def wrong_override(
     key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
 ) -> str | None:
     """The message for an override that names no setting, group or option; None: it names one.
-
-    known: the names of all settings. groups: the folders of conf/. folders: more of them, with
-    options of the user's own.
-    """
+    known: all settings. groups: the folders of conf/. folders: more of them, with options of the
+    user's own."""
     if key in groups:
         options = options_of(key, folders)
         if value is None or str(value) in options:

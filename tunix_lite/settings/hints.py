@@ -1,9 +1,5 @@
-"""Suggests the intended setting; suggests nothing when unsure.
-
-First the table of other projects' words (conf/words.yaml), then a setting of ours of the same name
-in another section, then one that is spelt almost so. A word that fits several settings gets no hint
-of one of them.
-"""
+"""Suggests the intended setting, and nothing when unsure: by the table of other projects' words
+(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike."""
 
 import functools
 import re
@@ -25,9 +21,7 @@ _STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding
 @dataclass(frozen=True)
 class Hint:
     """The overrides to write, and a note about them; one of the two may be missing.
-
-    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "").
-    """
+    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "")."""
 
     # ready to be typed, but for a shell's quotes
     overrides: tuple[str, ...]
@@ -51,10 +45,7 @@ def shell_quoted(override: str) -> str:
 
 def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
-    it.
-
-    known: the names of all settings. value: what it was to be, as text or as YAML read it.
-    """
+    it. known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
@@ -74,9 +65,6 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     sections = (f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
     names = names or dict.fromkeys(sections)
     return f"{key}: there is no such setting; known here: {', '.join(names)}"
-
-
-# ---- the table
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,8 @@ def _normal(key: str) -> str:
 
 
 def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
-    """Translates a word of another project; None if the table does not have it.
-
-    value: None if it is not known. known: the settings that there are; None: whatever the word's
-    first meaning is.
-    """
+    """Translates a word of another project; None if the table does not have it. value: None if it
+    is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
@@ -205,9 +190,6 @@ def _text(value: object) -> str:
     return text.lower() if text.lower() in ("true", "false") else text
 
 
-# ---- options of a group
-
-
 def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
     """The options of a group, in conf/ and in these folders."""
     places = [conf_dir(), *folders]
@@ -242,9 +224,6 @@ def _plain(name: str) -> str:
     name = re.sub(r"[-_ ](it|instruct|chat)$", "", name.strip().lower())
     name = re.sub(r"(?<=[a-z])[-_ ](?=\d)", "", name)
     return re.sub(r"[- ]", "_", name)
-
-
-# ---- spelling
 
 
 def nearest_settings(key: str, known: Iterable[str]) -> list[str]:

@@ -26,15 +26,11 @@ from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
 from tunix_lite.settings.resolved_run import ResolvedRun
 
-# ---- shapes, placed on the current mesh
-
 
 @dataclass(frozen=True)
 class Shapes:
     """The arrays that a run holds between its programs, as ShapeDtypeStructs with shardings.
-
-    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params.
-    """
+    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params."""
 
     state: TrainState
     # the base under adapters; None: all weights train
@@ -117,9 +113,6 @@ def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
     longest = sum(resolved.lengths)
     return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
-
-
-# ---- the policy and the update of a run, in a plan and when it trains
 
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:

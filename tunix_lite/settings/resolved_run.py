@@ -1,9 +1,5 @@
-"""Values derived from the settings and the mesh: batch, rows, slots and choices, by arithmetic.
-Needs no device and no weights.
-
-`resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
-alike.
-"""
+"""Values derived from the settings and the mesh, by arithmetic: batch, rows, slots and choices,
+once for a run and for a plan of one. Needs no device and no weights."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,9 +50,7 @@ LARGE_HEAD_SHARE = 0.15
 @dataclass(frozen=True)
 class FrozenModel:
     """A model that only scores, beside the one that trains.
-
-    Example: FrozenModel(cfg, "int8", "xla").
-    """
+    Example: FrozenModel(cfg, "int8", "xla")."""
 
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
@@ -64,10 +58,7 @@ class FrozenModel:
 
 
 class _Tables(NamedTuple):
-    """The declared weights of a run, in the types that they are stored in.
-
-    Example: resolved.tables.frozen is None, unless adapters train.
-    """
+    """The declared weights of a run, in the types that they are stored in."""
 
     trained: dict
     # None: all weights train
@@ -78,9 +69,7 @@ class _Tables(NamedTuple):
 class ResolvedRun:
     """One run on one mesh, everything derived that follows from the two. Nothing here lives on a
     device.
-
-    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`.
-    """
+    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`."""
 
     run: RunConfig
     cfg: Architecture
@@ -192,12 +181,6 @@ class ResolvedRun:
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
-    def may_offload(self) -> bool:
-        """Returns whether a conversation that waits for its environment may leave its slot."""
-        waits_for_slots = self.num_conversations > self.slots
-        return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
-
-    @property
     def samples_beside_update(self) -> bool:
         """Returns whether the devices hold the arrays of sampling and of the update at once."""
         rollout = self.run.rollout
@@ -283,10 +266,8 @@ class ResolvedRun:
         is_gathered: bool = False,
         rules: dict[str, str | None] | None = None,
     ) -> int:
-        """Elements of an array on one device, whose dims carry these logical axes.
-
-        is_gathered: whole over fsdp. rules: None means those of training.
-        """
+        """Elements of an array on one device, whose dims carry these logical axes. is_gathered:
+        whole over fsdp. rules: None means those of training."""
         mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
         rules = self.train_rules if rules is None else rules
         return elements_on_device(shape, axes, mesh_shape, rules)
@@ -312,11 +293,9 @@ class ResolvedRun:
         keep_norms: bool = False,
         is_gathered: bool = False,
     ) -> int:
-        """Bytes of a table on one device: elements / shards x bytes of an element.
-
-        dtype: instead of the declared one; keep_norms: except for the scales of norms, which are
-        float32. is_gathered: whole over fsdp.
-        """
+        """Bytes of a table on one device: elements / shards x bytes of an element. dtype: instead
+        of the declared one; keep_norms: except for the scales of norms, which are float32.
+        is_gathered: whole over fsdp."""
         total = 0
         for w in jax.tree.leaves(table, is_leaf=weights.is_weight):
             storage = w.dtype if dtype is None else dtype
@@ -371,8 +350,7 @@ def resolve_run(
     run: with a packing that is chosen, not auto (packing_choice.with_packing).
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
     name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
-    None: as settings and files of this machine have them.
-    """
+    None: as settings and files of this machine have them."""
     if run.training.packing == "auto":
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
@@ -388,7 +366,17 @@ def resolve_run(
             f"model.lora: base={base} is for the frozen weights under adapters, and rank=0 trains "
             "all weights; set model.lora.rank=16, or leave base out"
         )
-    check_apart(run, cfg, lora, platform)
+    # The mesh that only samples.
+    if (shape := run.rollout.mesh_shape) is not None:
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+        with error_context("rollout.mesh_shape"):
+            try:
+                check_model_divides(run, cfg, lora, sizes)
+            except ValueError as error:
+                text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+                raise ValueError(text) from error
+        with error_context("rollout"):
+            check_decode_kernels(run, cfg, platform, sizes["tp"])
     with error_context("generation"):
         check_generation(run, cfg)
 
@@ -456,10 +444,8 @@ def with_defaults(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
 ) -> tuple[RunConfig, dict[str, str]]:
     """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
-    why, as the fields of a ResolvedRun.
-
-    Raises ConfigError where another setting does not go with the precision.
-    """
+    why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
+    the precision."""
     num_params = weights.num_params(decoder.weights(cfg))
     trains = what_trains(lora is not None, num_params)
     learned = learns_from(run.algorithm.needs)
@@ -497,24 +483,6 @@ def check_model_divides(
         weights.check_divisible(part, mesh, run.sharding.table("train"))
 
 
-def check_apart(
-    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
-) -> None:
-    """Raises ConfigError if the mesh that only samples does not divide the model."""
-    shape = run.rollout.mesh_shape
-    if shape is None:
-        return
-    sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
-    with error_context("rollout.mesh_shape"):
-        try:
-            check_model_divides(run, cfg, lora, sizes)
-        except ValueError as error:
-            text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
-            raise ValueError(text) from error
-    with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, sizes["tp"])
-
-
 def check_generation(run: RunConfig, cfg: Architecture) -> None:
     """Raises ValueError for settings that a model cannot follow, or that would train wrongly."""
     settings = run.generation
@@ -542,10 +510,8 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
 def _choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
-    """The implementation of attention that training uses, and why. Raises ValueError.
-
-    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
-    """
+    """The implementation of attention that training uses, and why. Raises ValueError. Where the
+    devices are not attached, cuDNN that is asked for by name is assumed to work there."""
     choice = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
@@ -569,7 +535,6 @@ def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: i
             run.rollout.cache == "int8",
             not run.model.lora.rank and run.model.lora.adapter is None,
             run.generation.has_cutoffs,
-            run.generation.repetition_penalty,
         )
 
 
@@ -585,9 +550,6 @@ def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
             "installed, and here it is not; training.attention=xla would do, or an estimate: "
             "analytic=true"
         )
-
-
-# ---- micro_batch_size=auto
 
 
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:

@@ -14,13 +14,9 @@ MEASURED_LAZILY = 200
 
 
 def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
-    """Checks all examples in memory before the start. Returns a summary of them for people; "" if
-    they are not in memory and there is nothing to note.
-
-    Each must make a prompt and, if `demonstrates`, have what is learned; MEASURED of each split
-    must not be too long, if that is an error. Raises ValueError with the place of the first that is
-    wrong, or with how many are too long.
-    """
+    """Checks all examples in memory before the start: each must make a prompt and, if
+    `demonstrates`, have what is learned, and MEASURED of each split must not be too long. Returns a
+    summary for people. Raises ValueError with the place of the first that is wrong."""
     learned = (task.learned or ("completion",)) if demonstrates else ()
     task = replace(task, learned=learned)
     train = task.config.source.train

@@ -1,9 +1,5 @@
-"""The environments of a rollout: they answer its turns, and their answers become tokens.
-
-An environment gets the text of a turn; what it answers becomes tokens once, here, and nothing that
-was sampled is made into tokens again. Of several processes each one steps its share of the
-environments, and all of them get all answers at the same point.
-"""
+"""The environments of a rollout: they answer its turns, and their answers become tokens, once. Each
+process steps its share of them, and all processes get all answers at the same point."""
 
 import time
 from collections import Counter
@@ -28,10 +24,8 @@ ENVIRONMENT = "environment"
 
 class EnvironmentPartner:
     """Answers the turns of all rows of a rollout: a rollout.conversations.Partner.
-
     Example: partner = EnvironmentPartner(text, examples, pool, settings, ALONE, 512);
-    partner.prompts are those with which the environments begin.
-    """
+    partner.prompts are those with which the environments begin."""
 
     def __init__(
         self,
@@ -42,10 +36,8 @@ class EnvironmentPartner:
         processes: Processes,
         max_prompt_length: int,
     ):
-        """examples: of each row. Resets the environments, and waits for them.
-
-        Raises SharedError if one fails and conversation.on_error=raise.
-        """
+        """examples: of each row. Resets the environments, and waits for them. Raises SharedError if
+        one fails and conversation.on_error=raise."""
         self.max_turns = settings.max_turns
         self.max_turn_tokens = settings.max_turn_tokens
         self._text = text
@@ -89,12 +81,9 @@ class EnvironmentPartner:
         return row in self._starts and bool(self._starts[row].failure)
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
-        """The answers that have come; with `wait`, at least one. patience: seconds in which the
-        others may still come.
-
-        Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
-        run was asked to stop while it waited.
-        """
+        """The answers that have come; with `wait`, at least one. patience: seconds in which others
+        may still come. Raises SharedError if an environment fails and conversation.on_error=raise,
+        and StopRun."""
         replies = {row: TurnReply() for row in self._waiting if self._failed_at_start(row)}
         self._waiting -= set(replies)
         if self._waiting:
@@ -211,9 +200,6 @@ def prompt_of(
             f"generation.max_prompt_length={most}; raise it to at least {len(prompt)}"
         )
     return prompt
-
-
-# ---- what conversations are worth, and what is logged of them
 
 
 def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:

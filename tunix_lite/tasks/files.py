@@ -24,9 +24,7 @@ def whole_text(completion: str) -> str:
 @dataclass(frozen=True)
 class FileRows(FileSource):
     """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
-
-    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
-    """
+    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt."""
 
     train_file: str | None  # None: there is nothing to train on, such as in an evaluation
     held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
@@ -63,7 +61,6 @@ class FileRows(FileSource):
 @dataclass(frozen=True)
 class FilesTaskConfig(TaskConfig):
     """A task as one line of a command: files, a prompt and a reward.
-
     Example: task=jsonl task.train=train.jsonl task.prompt='{question}' task.reward=my_rewards.near
     """
 
@@ -85,7 +82,7 @@ class FilesTaskConfig(TaskConfig):
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
-    # Format of both files: jsonl, csv or parquet.
+    # Format of both files: jsonl or parquet.
     format: str = "jsonl"
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
@@ -95,7 +92,7 @@ class FilesTaskConfig(TaskConfig):
         if self.train is None and self.held_out is None:
             raise ValueError(NO_TRAIN)
         if self.format not in KINDS:
-            raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
+            raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
         check_on_error(self.on_error)
         rewards = dict(self.rewards)
         if self.reward is not None:

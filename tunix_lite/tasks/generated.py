@@ -15,9 +15,7 @@ MOST_DRAWS = 10_000
 class GeneratedSource(DrawnSource):
     """A source of problems, no question of which is both trained on and held out. `make` gives them
     a `question`, an `answer` and a `completion`, a demonstration.
-
-    Example: Countdown(num_held_out=16).held_out[0]["question"].
-    """
+    Example: Countdown(num_held_out=16).held_out[0]["question"]."""
 
     # Held-out problems, for evaluation.
     num_held_out: int = 256

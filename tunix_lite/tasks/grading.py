@@ -30,12 +30,8 @@ def shared_outcomes(
     graded: str,
     processes: Processes,
 ) -> list[dict[str, Outcome]]:
-    """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
-    them does.
-
-    graded: a digest of it, which must be the same everywhere; held-out examples are compared
-    nowhere else.
-    """
+    """Returns the outcome of each call, by whichever process. graded: a digest, which must be the
+    same everywhere. Raises ValueError on all processes if one of them does."""
     own = [future for future in futures if future is not None]
     left = set(own)
     stops = False
@@ -61,14 +57,11 @@ def shared_outcomes(
         "files and the same tokenizer?",
     )
     count = len(everyone)
+    results = [everyone[call % count][0][call // count] for call in range(len(futures))]
     return [
-        read_values(everyone[call % count][0][call // count]) for call in range(len(futures))
+        {name: Outcome(kind, from_json(value)) for name, (kind, value) in one.items()}
+        for one in results
     ]
-
-
-def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """The outcomes of a call with their values as `to_json` was given them."""
-    return {name: Outcome(kind, from_json(value)) for name, (kind, value) in outcomes.items()}
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
@@ -78,11 +71,8 @@ def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
-    each.
-
-    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
-    """
+    """Tells which completions nothing is learned from, and which of those are unscorable, as every
+    reward skips them; [B] bool each. kinds_BN: of the outcomes of all rewards."""
     unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
     failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
     return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B
@@ -99,9 +89,6 @@ def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
     return reasons
 
 
-# ---- metrics
-
-
 def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
     """Counts the calls of functions that failed, and those that noted something."""
     kinds = Counter(kind for one in calls for kind, _ in one.values())
@@ -113,10 +100,8 @@ def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
 
 
 def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]) -> Metrics:
-    """Returns the metrics of rewards over the completions that count, and of groups.
-
-    kinds_BN: as in dropped_of, in the order of graded.each. groups: the rows of each.
-    """
+    """Returns the metrics of rewards over the completions that count, and of groups. kinds_BN: as
+    in dropped_of, in the order of graded.each. groups: the rows of each."""
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
     metrics = {

@@ -1,7 +1,6 @@
 """GSM8K (arXiv:2110.14168): grade-school problems in words, with solutions that end in `#### 72`.
 
-Its data are not shipped. Give its files, or the name of a data set on the hub.
-"""
+Its data are not shipped. Give its files, or the name of a data set on the hub."""
 
 import re
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 @dataclass(frozen=True)
 class _Solutions:
     """Makes the example of a row: texts `question` and `answer`, and `####` and a number end the
-    latter.
-
-    Example: {"question": "How many?", "answer": "1 + 1 = 2\\n#### 2"} gets the `answer` "2".
-    """
+    latter."""
 
     def check(self, row: dict) -> dict:
         """The example of the row. Raises ValueError for a row that has none."""
@@ -47,9 +43,7 @@ class _Solutions:
 class Gsm8k(FileSource):
     """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
     example has the number as `answer` and the whole solution as `completion`.
-
-    Example: Gsm8k(train_file="train.jsonl", held_out_file="test.jsonl").
-    """
+    Example: Gsm8k(train_file="train.jsonl", held_out_file="test.jsonl")."""
 
     # Training file, .jsonl or .parquet, with columns question and answer. null downloads `hub`.
     train_file: str | None = None

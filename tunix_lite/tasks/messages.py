@@ -1,8 +1,5 @@
-"""The messages and the tools in a row of data, as chat templates read them.
-
-A row of Parquet has every field of its structs, and null in those that are absent. So null is
-absent, at any depth, and a file of JSON lines gives the same text.
-"""
+"""The messages and the tools in a row of data, as chat templates read them. A null is absent, at
+any depth, since a row of Parquet has every field of its structs."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -20,9 +17,7 @@ FREE = ("role", "content", "name", "tool_call_id")
 
 class Message(NamedTuple):
     """A turn of a conversation.
-
-    Example: Message("user", "What is 1 + 2?").
-    """
+    Example: Message("user", "What is 1 + 2?")."""
 
     role: str
     content: str | None  # None: there is none, beside tool calls
@@ -46,9 +41,7 @@ class Message(NamedTuple):
 
 def conversation_of(example: Mapping) -> list[Message]:
     """The messages in the field `messages`, or in `prompt`: a text, or a list of {role, content}.
-
-    Raises ValueError for anything else.
-    """
+    Raises ValueError for anything else."""
     present = [name for name in ("messages", "prompt") if name in example]
     if not present:
         raise ValueError(

@@ -13,10 +13,7 @@ FIELDS = ("chosen", "rejected")
 @dataclass(frozen=True)
 class _PairTemplate(PromptTemplate):
     """A prompt template whose examples have two answers, too: texts, or conversations that end with
-    the assistant.
-
-    Example: an example has `prompt`, `chosen` and `rejected`.
-    """
+    the assistant."""
 
     def check(self, row: dict) -> dict:
         """The row with `chosen` and `rejected` as texts, or as messages where an answer is more
@@ -80,9 +77,7 @@ def _stripped(turns: list[Message]) -> list[Message]:
 @dataclass(frozen=True)
 class PreferencesTaskConfig(FilesTaskConfig):
     """A task of pairs: each row has `prompt`, `chosen` and `rejected`.
-
-    Example: task=preferences algorithm=dpo task.train=pairs.jsonl
-    """
+    Example: task=preferences algorithm=dpo task.train=pairs.jsonl"""
 
     @property
     def row_template(self) -> _PairTemplate:

@@ -25,12 +25,9 @@ def shared_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run. By default there is one, which shares nothing.
-
-    Of n processes, process i makes the calls i, i + n, i + 2n ... of rewards; all get all grades.
-
-    Example: Processes(index=1, count=2) makes the calls 1, 3, 5 ...
-    """
+    """The processes of a run. By default there is one, which shares nothing. Of n processes,
+    process i makes the calls i, i + n, i + 2n ... of rewards; all get all grades.
+    Example: Processes(index=1, count=2) makes the calls 1, 3, 5 ..."""
 
     index: int = 0
     count: int = 1
@@ -61,11 +58,8 @@ ALONE = Processes()
 
 
 def same_on_all(processes: Processes, take: Callable[[], Any]) -> Any:
-    """Returns the result of `take`, after all processes have compared it.
-
-    Raises SharedError on all of them if one has another result, or if `take` raises ValueError on
-    one.
-    """
+    """Returns the result of `take`, after all processes have compared it. Raises SharedError on all
+    of them if one has another result, or if `take` raises ValueError on one."""
     if processes.count == 1:
         return take()
     taken = None

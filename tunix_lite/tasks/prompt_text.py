@@ -27,10 +27,8 @@ NO_TEXT = "half of a character (a lone surrogate), which is no text"
 @dataclass(frozen=True)
 class PromptTemplate:
     """Turns the fields of an example into the messages that a prompt is made of.
-
     Example: PromptTemplate("What is {q}?").messages({"q": "1 + 2"}) -> [Message("user", "What is 1
-    + 2?", ...)].
-    """
+    + 2?", ...)]."""
 
     # the user's message; None: the field `messages`, or else `prompt`, of an example has it
     prompt: str | None
@@ -119,7 +117,6 @@ class PromptTemplate:
 @dataclass(frozen=True)
 class PromptText:
     """Turns the examples of a task into text and tokens.
-
     Example: PromptText(PromptTemplate("{q}?"), "text", tokenizer).ask({"q": "1 + 2"}) is "1 + 2?".
     """
 
@@ -278,8 +275,6 @@ class PromptText:
         if not self.tokenizer.has_chat_template:
             return f"{self.tokenizer.folder}, a model without a chat template,"
         return f"the chat template of {self.tokenizer.folder}"
-
-    # ---- special tokens in data
 
     def check(self, example: dict, names: Sequence[str] = ()) -> None:
         """Raises ValueError for keys and tools, of the prompt or of what is learned from these

@@ -1,17 +1,14 @@
-"""Files of rows, a dict a row: JSON lines, CSV and Parquet."""
+"""Files of rows, a dict a row: JSON lines and Parquet."""
 
 import codecs
-import csv
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
-from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.untrusted import is_deeper
 
 ON_ERROR = ("raise", "skip")
@@ -35,10 +32,7 @@ def check_on_error(on_error: str) -> None:
 
 
 class _PlacedRow(dict):
-    """A row of a file, which knows its place. What another process gets is a plain dict.
-
-    Example: PlacedRow({"prompt": "hi"}, "train.jsonl, line", 250).place is "train.jsonl, line 250".
-    """
+    """A row of a file, which knows its place. What another process gets is a plain dict."""
 
     # a file may have millions of rows, all of which are in memory
     __slots__ = ("_file", "_number")
@@ -65,7 +59,6 @@ def place_of(example: Mapping) -> str:
 
 class Rows(list):
     """The rows of a file, each of which knows its line.
-
     Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows[0].place is "train.jsonl, line 1".
     """
 
@@ -127,12 +120,8 @@ def rows_of(
     return _rows_with(content, file, kind, on_error, checker)
 
 
-@lru_cache(maxsize=FILES_KEPT)
-def _rows_with(content: bytes, *settings: Any) -> Rows:
-    return Rows(*settings)
-
-
-# ---- JSON lines
+# content: makes a file that has changed another one
+_rows_with = lru_cache(maxsize=FILES_KEPT)(lambda content, *settings: Rows(*settings))
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
@@ -195,44 +184,6 @@ def _json_row(line: bytes) -> dict:
     return row
 
 
-# ---- CSV and Parquet
-
-
-def _csv_rows(file: str) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    """The names of the columns, which the first line has, and the values of each row: texts."""
-    # a field may be as long as it likes
-    csv.field_size_limit(sys.maxsize)
-    # Bytes that are not UTF-8 become half characters, and are refused row by row.
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        try:
-            names = next(reader, [])
-            if not all(names) or len({*names}) != len(names) or not names:
-                raise ValueError(
-                    f"{file}, line 1: the columns are {shortened(names)}; the first line names "
-                    "them, such as question,answer, and each needs a name of its own"
-                )
-            number = reader.line_num + 1
-            for values in reader:
-                if values:
-                    yield number, (names, values)
-                # a value in quotes may go on over several lines
-                number = reader.line_num + 1
-        except csv.Error as error:
-            raise ValueError(f"{file}, line {reader.line_num}: not CSV ({error})") from error
-
-
-def _csv_row(row: tuple[list[str], list[str]]) -> dict:
-    names, values = row
-    if len(values) != len(names):
-        raise ValueError(f"{len(values)} values for {len(names)} columns")
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("not UTF-8") from error
-    return dict(zip(names, values))
-
-
 def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
     try:
         from pyarrow import ArrowException, parquet
@@ -250,6 +201,5 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
 # kind -> the rows of a file as they stand there, with the number of the line; and what reads one
 KINDS: dict[str, tuple[Callable, Callable]] = {
     "jsonl": (_raw_lines, _json_row),
-    "csv": (_csv_rows, _csv_row),
     "parquet": (_parquet_rows, dict),
 }

@@ -1,8 +1,5 @@
-"""Sources of examples. Every batch is a pure function of (seed, step), so resuming needs no saved
-iterator.
-
-A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
-"""
+"""Sources of examples, which are dicts: anything with `train` and `held_out`, a sequence each.
+Every batch is a pure function of (seed, step), so resuming needs no saved iterator."""
 
 import hashlib
 import json
@@ -41,28 +38,23 @@ class Source(Protocol):
         """The examples to evaluate with."""
 
 
-def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch."""
-    order = order_of(examples, seed)
+    order = _order_of(examples, seed)
     places = range(step * batch_size, (step + 1) * batch_size)
     return [examples[int(order[place])] for place in places]
 
 
 class FittingOrders:
-    """The batches of examples that fit, in the orders of all seeds: each example is looked at once.
-
-    In the endless shuffled order of a seed each example that fits comes once an epoch. Batch number
-    `step` is the same whatever was asked before. If no example is left out, the batches are those
-    of `batch_at`.
-
+    """The batches of examples that fit, in the endless shuffled order of each seed; an example is
+    looked at once. Batch number `step` is the same whatever was asked before.
     Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
-    examples were passed over on the way to it.
-    """
+    examples were passed over on the way to it."""
 
     def __init__(self, examples: Sequence[dict], look: Callable[[dict], str]):
         """look: why an example is left out; "": it is not."""
@@ -90,7 +82,7 @@ class FittingOrders:
 
     def _batches(self, batch_size: int, seed: int) -> Iterator[tuple[list[int], int]]:
         """The numbers of the examples of each batch, and how many were passed over for it."""
-        order = order_of(self.examples, seed)
+        order = _order_of(self.examples, seed)
         count = len(self.examples)
         position = 0
         # examples that the batch before held already, where an epoch ends in a batch
@@ -152,9 +144,6 @@ def spread(count: int, limit: int) -> Sequence[int]:
     return [i * (count - 1) // (limit - 1) for i in range(limit)]
 
 
-# ---- digests: is it the same data
-
-
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
     """A digest of each of these splits, the same in every process: of all examples if they are a
     list, else of SAMPLED of them."""
@@ -178,34 +167,26 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
 
 def digest(value: object) -> str:
     """Hashes the values that examples are made of; the same in every process."""
+
+    def as_json(other: object) -> Any:
+        if isinstance(other, np.ndarray | np.generic):
+            return other.tolist()
+        # the order of a set differs from process to process, and so do addresses
+        if isinstance(other, set):
+            return sorted(map(digest, other))
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", str(other))
+
     try:
-        text = json.dumps(value, sort_keys=True, default=_as_json)
+        text = json.dumps(value, sort_keys=True, default=as_json)
     except TypeError:
         # keys of several types, or keys that JSON does not have
-        text = _without_addresses(value)
+        text = as_json(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _as_json(value: object) -> Any:
-    """Replaces a value that JSON does not have by one that it has."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    # the order of a set differs from process to process
-    return sorted(map(digest, value)) if isinstance(value, set) else _without_addresses(value)
-
-
-def _without_addresses(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
-
-
-# ---- sources
 
 
 class FileSource:
     """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`.
-
-    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0].
-    """
+    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0]."""
 
     on_error: str
     # makes the example of a row; None: the row is the example
@@ -233,11 +214,9 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Jsonl(FileSource):
-    """Examples from files with one JSON object a line; what stands in a file is the whole of that
-    split.
-
-    Example: `Jsonl("data/train.jsonl", "data/held_out.jsonl").train[0]` is the first line's object.
     """
+    Examples from two files with one JSON object a line. Example: `Jsonl("data/train.jsonl",
+    "data/held_out.jsonl").train[0]` is the first line's object."""
 
     train_file: str  # path
     held_out_file: str  # path
@@ -249,14 +228,9 @@ class Jsonl(FileSource):
 
 @dataclass(frozen=True)
 class Arithmetic(GeneratedSource):
-    """Generated sums and differences of whole numbers, with their answers and two ways of saying
-    them.
-
-    An example has `question`, `answer`, and `completion`, a demonstration: the answer at once or,
-    for a share `worked` of the problems, every step before it.
-
-    Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}.
-    """
+    """Generated sums and differences of whole numbers. The demonstration says the answer at once
+    or, for a share `worked` of the problems, every step before it.
+    Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}."""
 
     # Fewest numbers in a problem.
     min_terms: int = 4

@@ -14,6 +14,7 @@ import numpy as np
 
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.types import Graded, Prompts, Rollout
+from tunix_lite.environments.environment import missing_method
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models.tokenizer import Tokenizer
@@ -67,9 +68,7 @@ TRUNCATE = "or set generation.long_prompts=truncate or drop"
 @dataclass(frozen=True)
 class Reward:
     """A reward function and its weight in the total.
-
-    Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group.
-    """
+    Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group."""
 
     # (completion, example) -> number; of a group: (completions, example) -> a number for each
     fn: Callable
@@ -86,9 +85,7 @@ TAKEN |= {f"groups_{which}" for which in ("that_agree", "all_zero", "all_one", "
 class TaskLengthsConfig:
     """Usual lengths of the prompts and the completions of a task, in tokens: the values of
     generation.max_prompt_length and max_new_tokens where nobody sets them.
-
-    Example: `TaskLengthsConfig(256, 512)` for GSM8K.
-    """
+    Example: `TaskLengthsConfig(256, 512)` for GSM8K."""
 
     # Longest prompt, in tokens.
     max_prompt_length: int
@@ -99,9 +96,7 @@ class TaskLengthsConfig:
 @dataclass(frozen=True)
 class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet.
-
-    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`.
-    """
+    Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`."""
 
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     # User's message, with {fields} of an example.
@@ -139,13 +134,8 @@ class TaskConfig:
         made = self.environment
         if inspect.isroutine(made) or isinstance(made, partial):
             _check_call("environment is a function that makes one, and", made, "")
-        elif made is not None:
-            for name in ("reset", "step"):
-                if not callable(getattr(made, name, None)):
-                    raise ValueError(
-                        f"environment is a {type(made).__name__}, which has no method `{name}`; "
-                        "an environment has reset(example) and step(completion)"
-                    )
+        elif made is not None and (name := missing_method(made)):
+            raise ValueError(f"environment is a {type(made).__name__}, which has no {name}")
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
@@ -226,11 +216,8 @@ class _TooLong(ValueError):
 @dataclass(frozen=True)
 class Task:
     """Data, prompts and rewards with a tokenizer: an algorithms.algorithm.TaskInterface.
-
     `max_prompt_length` and `max_new_tokens`: the most tokens of a prompt and of a completion.
-
-    Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]].
-    """
+    Example: task.prompts([{"question": "1 + 2"}]) -> [[2, 105, 2364, ...]]."""
 
     config: TaskConfig
     tokenizer: Tokenizer
@@ -295,11 +282,8 @@ class Task:
     # ---- which examples are taken
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Training examples number `step`, and how many were dropped on the way to them.
-
-        In a run of several processes all compare what they take. Raises ValueError, on all of them:
-        one has others, or finds too few.
-        """
+        """Training examples number `step`, and how many were dropped on the way to them. Raises
+        ValueError, on all processes, if one has others, or finds too few."""
         train = self.config.source.train
 
         def take() -> tuple[list[dict], int]:
@@ -441,10 +425,7 @@ class Task:
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
         """Starts the environments that answer the turns of one conversation per example; None
-        without an environment.
-
-        Raises SharedError if one fails and conversation.on_error=raise.
-        """
+        without an environment. Raises SharedError if one fails and conversation.on_error=raise."""
         if self.config.environment is None:
             return None
         if self.environments is None:
@@ -471,12 +452,10 @@ class Task:
 
 
 class Grader:
-    """Grades completions one by one, while others are still sampled; `examples` has one entry per
-    completion, and group g is the rows g * num_generations and the following.
-
-    There is a call for each completion and, for functions of a group, one for each group, when the
-    last of it has ended. Calls are numbered in this order, and divided over the processes.
-    """
+    """Grades completions one by one, while others are still sampled; `examples` has one for each,
+    and group g is the rows g * num_generations and the following. Calls, one for each completion
+    and one for each group where functions want it, are numbered in this order and divided over
+    processes."""
 
     def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
@@ -520,12 +499,9 @@ class Grader:
         self.seconds += time.perf_counter() - began
 
     def results(self, rollout: Rollout) -> Graded:
-        """Waits for all grades. Completions that were not submitted are graded now.
-
-        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
-        dropped, or if processes graded other completions; StopRun if the run was asked to stop
-        while it waited.
-        """
+        """Waits for all grades. Completions that were not submitted are graded now. Raises
+        ValueError if a reward failed and rewards.on_error=raise, if all completions were dropped,
+        or if processes graded other completions; StopRun if the run was asked to stop."""
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         rows = range(len(self.examples))

@@ -1,10 +1,5 @@
-"""Calls the rewards of a user once before a run compiles anything: what fails on every completion
-is found in a second, not after the first rollout.
-
-Only plain functions outside of this package are called. Objects, such as a judge or a sandbox for
-code, may talk to a server or keep something between two calls. The calls are made in a process of
-their own, which ends with them, so what a function keeps in its module is not there later.
-"""
+"""Calls the plain functions of a user's rewards once before a run compiles anything, in a process
+that ends with the calls. Objects, such as a judge, may talk to a server, and are not called."""
 
 import inspect
 from contextlib import closing, suppress
@@ -31,13 +26,9 @@ def failing_functions(
     config: TaskConfig, example: dict, group: int, settings: RewardsConfig
 ) -> str:
     """Describes the user's functions that fail on made-up completions of this example; "" if none
-    does, or if none could be called.
-
-    group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
-
+    does, or none could be called. group: completions of an example. settings: of the run.
     Example: `reward 'near' failed with KeyError: 'anser' (my_rewards.py, line 3) for the completion
-    'I think that the answer is 7.'`.
-    """
+    'I think that the answer is 7.'`."""
     called = {}
     for name, fn in config.functions().items():
         plain = fn.args[0]

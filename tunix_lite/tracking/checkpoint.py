@@ -47,10 +47,8 @@ _SAVE_SECONDS = 3600
 
 
 class Checkpoints:
-    """The checkpoints of one run, in folders `checkpoints/<step>/`.
-
-    Reading changes nothing in the folder, even while another process writes there. Only `save`
-    removes checkpoints: old ones, and those that a killed run left unfinished.
+    """The checkpoints of one run, in folders `checkpoints/<step>/`. Only `save` removes any: old
+    ones, and those that a killed run left unfinished.
 
     Example: `Checkpoints("outputs/latest/checkpoints").latest_step()`.
     """
@@ -62,9 +60,8 @@ class Checkpoints:
         keep_best: int = 0,
         when_whole: Callable[[], None] | None = None,
     ):
-        """keep: the number of newest checkpoints to keep. keep_best: and of those with the highest
-        held-out accuracy. when_whole: called once, when the first save is on disk.
-        """
+        """keep: newest checkpoints that stay. keep_best: and of those with the highest held-out
+        accuracy. when_whole: called once, when the first save is on disk."""
         self.folder = Path(folder).absolute()
         self._keep = keep
         self._keep_best = keep_best
@@ -80,8 +77,7 @@ class Checkpoints:
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """The manager of orbax that saves. Only for the run that has locked the folder: it deletes
-        what seems unfinished."""
+        """The manager of orbax that saves, only for the run that has locked the folder."""
         if self._opened is None:
             policies = ocp.checkpoint_managers
             best = policies.BestN(
@@ -106,9 +102,8 @@ class Checkpoints:
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
-        """Adds digests and files of ours to a checkpoint, when orbax has written all of its own: on
-        process 0, in a thread, before it renames the folder to the step. If the run's folder was
-        deleted meanwhile, and made anew by orbax, the checkpoint never gets its name."""
+        """Adds digests and files of ours, before orbax renames the folder: on process 0, in a
+        thread."""
         self._check_there()
         about, in_flight = self._saving
         for half in self.folder.glob(f"{about['step']}.*tmp*"):
@@ -149,8 +144,8 @@ class Checkpoints:
         return None
 
     def check_whole(self, step: int) -> None:
-        """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut off.
-        Does not read them."""
+        """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut
+        off."""
         if missing := self._missing(step):
             raise ValueError(self._damaged(step, missing))
 
@@ -165,12 +160,11 @@ class Checkpoints:
         skipped: int = 0,
         in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
-        """Starts to save the state. Returns when it is copied to the host; a thread writes it.
+        """Starts to save the state, which may be donated afterwards; a thread writes it. Raises
+        OSError.
 
-        The state may be donated afterwards. accuracy: its held-out accuracy, if it was measured.
-        skipped: how many updates in a row were skipped up to now. in_flight: completions that no
-        update has taken yet, as arrays. Waits for the save before, and raises OSError if that one
-        has failed, or this one cannot begin.
+        accuracy: held-out, if measured. skipped: updates skipped in a row. in_flight: completions
+        that no update has taken yet, as arrays.
         """
         step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -191,21 +185,14 @@ class Checkpoints:
     def restore(self, like: TrainState) -> TrainState:
         """Reads the newest checkpoint, after comparing all its files with their digests.
 
-        like: the shapes, dtypes and shardings to restore, as arrays or
-        ShapeDtypeStructs. Every array is made once, on its devices; free the memory of the old ones
-        before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
-        it was written, or does not match `like`.
+        like: the shapes, dtypes and shardings to restore. Raises ValueError if there is no
+        checkpoint, or it cannot be read, has changed, or does not match `like`.
         """
         return self._read(self._chosen(None), shapes_of(like))
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params).
-
-        step: None means the newest. `like` and errors are those of `restore`.
-
-        All files are compared with their digests, because only orbax knows which of them hold the
-        parameters.
-        """
+        """Reads only the parameters of a checkpoint: (its step, params). step: None: the newest.
+        Raises as `restore`."""
         step = self._chosen(step)
         return step, self._read(step, {"params": like}, is_part=True)["params"]
 
@@ -219,8 +206,8 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def skipped_in_a_row(self, step: int) -> int:
-        """Returns how many updates in a row were skipped up to this step, as `save` was given it.
-        Raises ValueError if the checkpoint is damaged."""
+        """How many updates in a row were skipped up to this step. Raises ValueError if it is
+        damaged."""
 
         def read(file: Path) -> int:
             count = read_object(file).get(_SKIPPED)
@@ -232,8 +219,8 @@ class Checkpoints:
         return self._beside(step, _ABOUT, read) or 0
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
-        """The completions in flight at this step, as `save` was given them; None: there are none.
-        Raises ValueError if the checkpoint is damaged."""
+        """The completions in flight at this step; None: there are none. Raises ValueError if it is
+        damaged."""
 
         def read(file: Path) -> dict[str, np.ndarray]:
             check_only_files(file.parent)
@@ -255,12 +242,9 @@ class Checkpoints:
             raise ValueError(self._damaged(step, f"{name}: {_reason(error)}")) from error
 
     def _read(self, step: int, wanted: Tree, is_part: bool = False) -> Tree:
-        """Restores arrays of these shapes, dtypes and shardings, after comparing all files with
-        their digests. Raises ValueError that says what is wrong.
-
-        is_part: whether the checkpoint may hold more. Each process checks a part of the files, so
-        all processes must call it.
-        """
+        """Restores arrays of these shapes, dtypes and shardings. Raises ValueError. is_part:
+        whether the checkpoint may hold more. Each process checks a part of the files, so all must
+        call it."""
         folder = self.folder / str(step)
         try:
             check_only_files(folder)
@@ -334,8 +318,7 @@ class Checkpoints:
         )
 
     def _damaged(self, step: int, why: str) -> str:
-        """Returns the message that a step cannot be used, with the folder to remove: after that the
-        checkpoint before it is the newest."""
+        """The message that a step cannot be used, with the folder to remove."""
         earlier = [s for s in self.steps() if s < step]
         then = (
             f"go on from step {earlier[-1]}"
@@ -347,8 +330,7 @@ class Checkpoints:
         )
 
     def check(self) -> None:
-        """Raises OSError if the folder is gone, or if the last save has failed by now. Does not
-        wait for a save that is under way."""
+        """Raises OSError if the folder is gone, or if the last save has failed by now."""
         self._check_there()
         if self._opened is not None and not self._opened.is_saving_in_progress():
             # Not orbax's check_for_errors: it would take the error away from orbax's own thread,
@@ -363,8 +345,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
-        """Inside, errors of the disk become OSError with a file: tensorstore raises others, which
-        have the number of the OSError only in their text, and a failed write names no file."""
+        """Inside, errors of the disk become OSError with a file; tensorstore raises others."""
         try:
             yield
         except Exception as error:
@@ -439,16 +420,14 @@ def _shapes(tree: Tree) -> dict[str, tuple | str]:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Device and inode of a folder, which differ after it was deleted and made again: orbax makes
-    folders that are missing, even below a mount point where nothing is mounted now."""
+    """Device and inode of a folder, which differ after it was deleted and made again."""
     stat = folder.stat()
     return stat.st_dev, stat.st_ino
 
 
 @functools.cache
 def _silence_orbax_errors() -> None:
-    """Keeps orbax and tensorstore from printing an error that they also raise: their threads would
-    fill the screen, with pages for every array."""
+    """Keeps orbax and tensorstore from printing an error that they also raise."""
 
     def is_of_others(record: logging.LogRecord) -> bool:
         is_of_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()

@@ -1,8 +1,5 @@
-"""Prints a run: its settings, a line for each step, and samples; train.log has all of it.
-
-On a terminal the last line says what is done now, and is rewritten. Control characters in text of
-the model are escaped.
-"""
+"""Prints a run: its settings, a line for each step, and samples; train.log has all of it. On a
+terminal the last line says what is done now. Control characters of the model are escaped."""
 
 import contextlib
 import errno
@@ -94,9 +91,7 @@ class Console:
         # of the steps so far, and of the last evaluation
         self._seconds: list[float] = []
         self._of_evaluation = 0.0
-        self._headline = headline(0, max_steps, None)
-
-    # ---- the start
+        self._headline = _head_of(0, max_steps, None)
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Prints what the run is. rows: (name, text) of each line."""
@@ -129,9 +124,7 @@ class Console:
 
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from."""
-        self._headline = headline(step, self._max_steps, None)
-
-    # ---- every step
+        self._headline = _head_of(step, self._max_steps, None)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
@@ -139,7 +132,7 @@ class Console:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
-        self._headline = headline(step, self._max_steps, left)
+        self._headline = _head_of(step, self._max_steps, left)
         line = step_line(step, self._max_steps, metrics, left)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
@@ -172,8 +165,6 @@ class Console:
         self._screen.rewrite("")
         self._log.close()
 
-    # ---- the screen and the log
-
     def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
         if not self._is_quiet or is_loud:
             self._screen.print(text, style)
@@ -185,7 +176,7 @@ class Console:
         self._log.flush()
 
 
-def headline(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
+def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
     """`step 12/60 20%` and `eta 1m20s`; None: not known."""
     parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
     return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
@@ -194,11 +185,9 @@ def headline(step: int, max_steps: int, seconds_left: float | None) -> list[str]
 def step_line(
     step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
 ) -> str:
-    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
-
-    The numbers of a user's observers come first, so that a narrow terminal shows them.
-    """
-    parts = headline(step, max_steps, seconds_left)
+    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
+    of a user's observers come first, so that a narrow terminal shows them."""
+    parts = _head_of(step, max_steps, seconds_left)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
@@ -242,10 +231,8 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 class Screen:
     """A text stream whose reader may go away, as with `| head`: later text is then dropped.
-
-    Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped. Of a
-    terminal the last line can be rewritten.
-    """
+    Characters that its encoding does not have are escaped. Of a terminal the last line can be
+    rewritten."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

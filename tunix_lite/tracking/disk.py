@@ -35,11 +35,8 @@ _IN_THE_FOLDER = {
 def disk_errors_explained(
     folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]
 ) -> Iterator[None]:
-    """Raises errors of the run's disk as DiskError; other errors pass through.
-
-    when: how far the run is, "after step 5". whole: the steps of its whole checkpoints, in order;
-    it may raise OSError. Both are called only after an error.
-    """
+    """Raises errors of the run's disk as DiskError; other errors pass through. when: how far the
+    run is, "after step 5". whole: the steps of its whole checkpoints; it may raise OSError."""
     try:
         yield
     except Exception as error:
@@ -64,10 +61,8 @@ def disk_errors_explained(
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:
-    """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`.
-
-    None if the error and its causes have nothing to do with the disk of the run in `folder`.
-    """
+    """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`. None if
+    the error and its causes have nothing to do with the disk of the run in `folder`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and not isinstance(cause, DiskError):

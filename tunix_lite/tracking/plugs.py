@@ -23,7 +23,6 @@ _MOST_CHARACTERS = 500
 @dataclass(frozen=True)
 class TrackedRun:
     """What a tracker learns of a run when it is opened.
-
     Example: TrackedRun(folder, "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None).
     """
 
@@ -47,13 +46,21 @@ class TrackedRun:
         (self.folder / f".{tracker}_id").write_text(f"{text}\n")
 
 
-@dataclass(frozen=True)
-class Wandb:
-    """Opens a run at Weights & Biases, or goes on with that of the same folder.
+class _Plug:
+    """A tracker whose package and extra have the name of its class, in small letters."""
 
+    def check(self) -> None:
+        """Raises ValueError, with what to install, if the package is not there."""
+        package = type(self).__name__.lower()
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{package} is not installed: pip install -e '.[{package}]'")
+
+
+@dataclass(frozen=True)
+class Wandb(_Plug):
+    """Opens a run at Weights & Biases, or goes on with that of the same folder.
     Example: `tracking=wandb tracking.trackers.wandb.mode=offline` writes below the run's folder,
-    for `wandb sync`.
-    """
+    for `wandb sync`."""
 
     # Project that lists the run.
     project: str | None = None
@@ -61,10 +68,6 @@ class Wandb:
     entity: str | None = None
     # online, offline or disabled. null uses WANDB_MODE or the default of wandb.
     mode: str | None = None
-
-    def check(self) -> None:
-        """Raises ValueError, with what to install, if wandb is not there."""
-        _check_installed("wandb")
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
         import wandb
@@ -84,20 +87,14 @@ class Wandb:
 
 
 @dataclass(frozen=True)
-class Trackio:
+class Trackio(_Plug):
     """Opens a run in Trackio, or goes on with that of the same name.
-
-    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal.
-    """
+    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal."""
 
     # Project that lists the run.
     project: str | None = None
     # Space of the Hugging Face hub. null keeps the data on this machine.
     space_id: str | None = None
-
-    def check(self) -> None:
-        """Raises ValueError, with what to install, if trackio is not there."""
-        _check_installed("trackio")
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
         import trackio
@@ -134,20 +131,14 @@ class _TableRun:
 
 
 @dataclass(frozen=True)
-class Mlflow:
+class Mlflow(_Plug):
     """Opens a run in MLflow, or goes on with that of the same folder.
-
-    Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`.
-    """
+    Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`."""
 
     # MLflow experiment that lists the run.
     experiment: str | None = None
     # Address of the MLflow server. null uses MLFLOW_TRACKING_URI or the default of MLflow.
     tracking_uri: str | None = None
-
-    def check(self) -> None:
-        """Raises ValueError, with what to install, if mlflow is not there."""
-        _check_installed("mlflow")
 
     def __call__(self, run: TrackedRun) -> "_MlflowRun":
         import mlflow
@@ -215,11 +206,6 @@ class Guarded:
         return guarded
 
 
-def _check_installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{package} is not installed: pip install -e '.[{package}]'")
-
-
 def run_name(folder: Path) -> str:
     """`2026-11-22/14-36-08`: the last two parts of a run's folder."""
     return "/".join(folder.absolute().parts[-2:])
@@ -228,16 +214,15 @@ def run_name(folder: Path) -> str:
 def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
     """Completions as a table: its heads, and its cells row by row. Texts are cut."""
     rewards = list(dict.fromkeys(name for row in rows for name in row.get("rewards") or {}))
-    plain = ["prompt", "completion", "expected", "extracted", "correct", "reward"]
+    plain = ["prompt", "completion", "expected", "extracted", "correct", "reward", "advantage"]
     cells = []
     for row in rows:
         own = [row.get(name) for name in plain]
         own += [(row.get("rewards") or {}).get(name) for name in rewards]
-        own.append(row.get("advantage"))
         cells.append(
             [visible(x[:_MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
         )
-    return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
+    return [*plain, *(f"reward {name}" for name in rewards)], cells
 
 
 def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:

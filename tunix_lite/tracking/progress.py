@@ -35,9 +35,7 @@ class Output(Protocol):
 
 class StandardError:
     """Standard error of the first process; the others are silent.
-
-    Example: `Progress(StandardError(), lambda seconds: "compiling the sampler")`.
-    """
+    Example: `Progress(StandardError(), lambda seconds: "compiling the sampler")`."""
 
     def __init__(self):
         self._speaks = jax.process_index() == 0
@@ -60,13 +58,11 @@ class StandardError:
 
 
 class Progress:
-    """Shows `doing(seconds)` while the work inside of it goes on, and `done(seconds)` at its end.
-
-    A thread shows it, so that it goes on while a program compiles. Work that is over within
-    `patience` seconds says nothing, and so does the end of work that fails.
-
-    Example: `with Progress(StandardError(), lambda s: f"read {n} of 9", lambda s: f"read in {s}"):`
-    """
+    """Shows `doing(seconds)`, by a thread, while the work inside of it goes on, and `done(seconds)`
+    at its end. Work that is over within `patience` seconds says nothing, and so does one that
+    fails.
+    Example: `with Progress(StandardError(), lambda s: f"read {n} of 9", lambda s: f"read in
+    {s}"):`"""
 
     def __init__(
         self,
@@ -143,10 +139,8 @@ class Progress:
 
 class BytesProgress(Progress):
     """How many bytes of a model were read or written, of how many: `on_bytes` of models.hf.
-
     Example: `with BytesProgress(StandardError(), "loading", "bundled") as on_bytes:` says "loading
-    bundled: 1.2 of 2.5 MB" once it takes longer than a second.
-    """
+    bundled: 1.2 of 2.5 MB" once it takes longer than a second."""
 
     def __init__(self, output: Output, verb: str, what: str, patience: float = SHORT_SECONDS):
         """verb: loading or writing."""

@@ -15,25 +15,18 @@ _LARGEST = sys.float_info.max
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
-    """Each line of the file as (its number from 1, its bytes, its row); none without a file.
-
-    The row is None if the line is not the metrics of a step. Only the first MOST_LINE bytes of one
-    line are in memory. Raises ValueError if the file cannot be read.
-    """
+    """Each line of the file as (its number from 1, its bytes, its row), of which the first
+    MOST_LINE bytes are in memory; none without a file. The row is None if the line is not the
+    metrics of a step. Raises ValueError if the file cannot be read."""
     if not file.is_file():
         return
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
-        yield number, line, row_of(line) if is_whole else None
-
-
-def row_of(line: bytes) -> dict | None:
-    """The metrics of a step in a line; None if it holds something else."""
-    row = {}
-    # ValueError: the line is no UTF-8, or no JSON object.
-    with contextlib.suppress(ValueError):
-        row = parse_object(line.decode("utf-8"), "the line")
-    is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
-    return row if is_step else None
+        row = {}
+        # ValueError: the line is no UTF-8, or no JSON object.
+        with contextlib.suppress(ValueError):
+            row = parse_object(line.decode("utf-8"), "the line") if is_whole else {}
+        is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
+        yield number, line, row if is_step else None
 
 
 def is_number(value: object) -> bool:
@@ -52,11 +45,9 @@ def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
 
 
 def check_rows(file: Path, last: int, began: int | None) -> None:
-    """Raises ValueError unless the file holds each step of the run up to `last` once, in order.
-
-    last: the step of the newest checkpoint; a run that was killed wrote more after it. began: the
-    step that the run began from, which may have a row of its evaluation; None: not known.
-    """
+    """Raises ValueError unless the file holds each step of the run up to `last`, that of the newest
+    checkpoint, once and in order. began: the step that the run began from, which may have a row of
+    its evaluation; None: not known."""
     # The last line that counts, and then each step must follow the one before.
     counted = [n for n, _, row in read_rows(file) if row is not None and row["step"] <= last]
     before = None

@@ -19,12 +19,9 @@ from tunix_lite.tracking.rows import is_number, rows_until
 
 
 class RunDir:
-    """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files.
-
-    Each process writes a log of its own. All other files are written by process 0 alone.
-
-    Example: `RunDir(Path("outputs/latest")).metrics` is outputs/latest/metrics.jsonl.
-    """
+    """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files. All
+    but the logs are written by process 0 alone.
+    Example: `RunDir(Path("outputs/latest")).metrics` is outputs/latest/metrics.jsonl."""
 
     # the file with the settings of the model, which generate, chat and export read
     MODEL = "model.json"
@@ -241,9 +238,7 @@ class Status:
 
     def start(self, step: int, begins: bool = False) -> None:
         """Writes that the run starts, or resumes, at `step`; accuracies after it are dropped.
-
-        begins: its checkpoint is from another run's folder, so this run begins here.
-        """
+        begins: its checkpoint is from another run's folder, so this run begins here."""
         self.steps = step
         self.started = True
         if begins or step == 0:
@@ -279,10 +274,8 @@ class Status:
         self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
 
     def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
-        """The lines that end the output of a run, each with its style for the console.
-
-        resume_hint: the setting with which the same command resumes, `hydra.run.dir=FOLDER`.
-        """
+        """The lines that end the output of a run, each with its style for the console. resume_hint:
+        the setting with which the same command resumes, `hydra.run.dir=FOLDER`."""
         lines = []
         if self.eval:
             first = self.eval["first"]
@@ -320,11 +313,8 @@ def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
 
 
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
-    """Reads a status.json: (eval, seconds, began_from, what is wrong with it).
-
-    began_from is the step that the run began from; None: not known. A run does not depend on the
-    file: what cannot be read becomes {}, 0.0 or None.
-    """
+    """Reads a status.json: (eval, seconds, began_from, what is wrong with it). What cannot be read
+    becomes {}, 0.0 or None; began_from is the step that the run began from, None if not known."""
     status = {}
     problem = ""
     # A full disk may have left half a file.

@@ -16,13 +16,9 @@ _FLUSH_SECONDS = 30
 
 
 class Tracker(Protocol):
-    """The methods of a class that takes metrics; it needs no base class.
-
-    It may also have `log_samples(step, rows)`, which gets the completions of a step as samples/ has
-    them.
-
-    Example: `tracker.log(12, {"train/loss": 0.31, "reward/mean": 0.5})`.
-    """
+    """The methods of a class that takes metrics; it needs no base class. It may also have
+    `log_samples(step, rows)`, which gets the completions of a step as samples/ has them.
+    Example: `tracker.log(12, {"train/loss": 0.31, "reward/mean": 0.5})`."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """step: the number of updates done. metrics: plain numbers by "part/name"."""
@@ -34,10 +30,8 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """Writes metrics.jsonl, one JSON object a step.
-
-    Without its time/, perf/ and memory/ keys it is the same, byte for byte, for one seed.
-    """
+    """Writes metrics.jsonl, one JSON object a step. Without its time/, perf/ and memory/ keys it is
+    the same, byte for byte, for one seed."""
 
     def __init__(self, file: Path, resume_at: int | None = None):
         """resume_at: the step that the run resumes from; later steps are cut off. None: begin a new
@@ -72,11 +66,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes event files into the run's folder, for `tensorboard --logdir outputs/`.
-
-    tensorboardX's SummaryWriter has a thread of its own, and once a full disk has ended that, its
-    next log waits for ever; so this writes in the calling thread.
-    """
+    """Writes event files into the run's folder, for `tensorboard --logdir outputs/`, in the calling
+    thread: that of tensorboardX's SummaryWriter, once a full disk has ended it, makes the next log
+    wait for ever."""
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""

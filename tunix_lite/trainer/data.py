@@ -1,8 +1,4 @@
-"""What a token loss learns from: sequences with a target at each position, in rows on the mesh.
-
-Rows have one of a few widths, and there are one of a few numbers of them, so that few programs are
-compiled: both are powers of two.
-"""
+"""What a token loss learns from: sequences with a target at each position, in rows on the mesh."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +23,8 @@ VALUES = tuple(DEFAULTS)
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to learn from. All lists have one entry for each of its T tokens.
-
-    targets[t] is predicted from tokens[0] to tokens[t]; usually it is tokens[t + 1].
+    """One sequence to learn from. All lists have one entry for each of its T tokens; targets[t] is
+    predicted from tokens[0] to tokens[t].
 
     Example: the prompt 5 6 and the completion 7 1, of which the completion counts: Datum([5, 6, 7],
     [6, 7, 1], weights=[0, 1, 1]).
@@ -37,8 +32,7 @@ class Datum:
 
     tokens: Sequence[int]
     targets: Sequence[int]
-    # what each target counts in the sum; None: 1
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None = None  # what each target counts in the sum; None: 1
     # log-probability of each target under the policy that sampled it, in nats
     logprobs: Sequence[float] | None = None
     advantages: Sequence[float] | None = None
@@ -47,8 +41,8 @@ class Datum:
 def check_data(
     data: Sequence[Datum], needs: Sequence[str], vocab_size: int, max_positions: int
 ) -> None:
-    """Raises ValueError, with the number of the datum, for one that the model or the loss cannot
-    take. needs: the values without which the loss has no meaning."""
+    """Raises ValueError for a datum that the model or the loss, which `needs` values, cannot
+    take."""
     if not data:
         raise ValueError("data is empty; give at least one Datum")
     for i, datum in enumerate(data):
@@ -117,6 +111,7 @@ class Part:
 
 def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Iterator[Part]:
     """The data in parts, the narrowest rows first. shards: of a batch (fsdp)."""
+    # Widths and numbers of rows are powers of two, so that few programs are compiled.
     by_width: dict[int, list[int]] = {}
     for i, datum in enumerate(data):
         width = min(_power_of_two(len(datum.tokens), LEAST_WIDTH), max_positions)

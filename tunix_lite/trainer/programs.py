@@ -1,5 +1,5 @@
 """The compiled programs of a trainer: gradients, which add up over calls, and the step of the
-optimizer. They are made of learner/update.py, as the single program of a run is."""
+optimizer."""
 
 import math
 from collections import OrderedDict
@@ -37,8 +37,7 @@ def target_scores(
     dtype: type,
     **forward: Any,
 ) -> TokenScores:
-    """The scores of batch.streams["targets"], each at the token that it is predicted from; [R, W]
-    float32, 0 where a row holds nothing. forward: settings of decoder.forward."""
+    """The scores of batch.streams["targets"], [R, W] float32, 0 where a row holds nothing."""
     meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     table_VD = decoder.output_table(params, cfg)
@@ -51,9 +50,7 @@ def target_scores(
 
 def gradient_program(step: TrainStep, params: Params) -> Gradients:
     """(params, frozen, number of the update, batch in rows) -> (gradients, metrics), compiled.
-
-    Gradients are float32 and lie where the parameters lie. params: such as it will get.
-    """
+    params: such as it will get."""
     places = jax.tree.map(lambda x: x.sharding, params)
 
     def gradients(
@@ -76,7 +73,7 @@ def optimizer_of_client(
     cfg: Optimizer, table: Table | None, rate: jax.Array | None = None, max_steps: int = 1
 ) -> optax.GradientTransformation:
     """The chain of these settings, with this learning rate; None: with their schedule over
-    max_steps. Its state has the same form whether gradients are clipped or not."""
+    max_steps."""
     clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
     return make_optimizer(
         clipped, max_steps, table, None if rate is None else lambda count: rate
@@ -90,12 +87,9 @@ class TrainerPrograms:
     Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None).
     """
 
-    # whose scores are `target_scores`
-    policy: Policy
-    # of rounding
-    seed: int
-    # of the schedule of a run
-    max_steps: int = 1
+    policy: Policy  # whose scores are `target_scores`
+    seed: int  # of rounding
+    max_steps: int = 1  # of the schedule of a run
     # of the gradients, by platform
     compiler_options: OptionsByPlatform = field(default_factory=dict)
     kept: dict[str, OrderedDict] = field(default_factory=dict)
@@ -109,7 +103,7 @@ class TrainerPrograms:
                 TrainStep(self.policy, loss, None, lora, **settings), params
             )
 
-        return self.once("gradients", (loss, lora, shardings_of(params)), make)
+        return self.once("gradients", (loss, lora, _shardings_of(params)), make)
 
     def losses(
         self, loss: TokenLoss, lora: LoraConfig | None
@@ -127,23 +121,21 @@ class TrainerPrograms:
     def optimizer(
         self, cfg: Optimizer, table: Table | None, state: TrainState
     ) -> Callable[..., tuple[TrainState, Metrics]]:
-        """(state, gradients, loss, learning rate) -> (state, metrics); it donates the state.
-
-        A learning rate of None is that of the schedule. It is computed inside, as in a run:
-        outside, its last digit could differ. state: such as it will get.
-        """
+        """(state, gradients, loss, learning rate or None) -> (state, metrics); it donates the
+        state."""
         places = jax.tree.map(lambda x: x.sharding, state)
 
         def update(
             state: TrainState, grads: Params, loss: jax.Array, rate: jax.Array | None
         ) -> tuple[TrainState, Metrics]:
+            # The rate of a schedule is computed inside: outside, its last digit could differ.
             optimizer = optimizer_of_client(cfg, table, rate, self.max_steps)
             return apply(optimizer, state, grads, loss, self.seed)
 
         def make() -> Callable[..., tuple[TrainState, Metrics]]:
             return jax.jit(update, out_shardings=(places, None), donate_argnums=0)
 
-        return self.once("optimizer", (cfg, shardings_of(state)), make)
+        return self.once("optimizer", (cfg, _shardings_of(state)), make)
 
     def once(
         self, kind: str, key: Hashable, make: Callable[[], Callable[..., Any]]
@@ -158,7 +150,7 @@ class TrainerPrograms:
         return kept[key]
 
 
-def shardings_of(tree: Params | TrainState) -> tuple:
+def _shardings_of(tree: Params | TrainState) -> tuple:
     """Form, shapes and places of arrays, as a key."""
     leaves, form = jax.tree.flatten(tree)
     return form, *((x.shape, x.dtype, x.sharding) for x in leaves)

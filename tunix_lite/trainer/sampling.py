@@ -1,8 +1,5 @@
-"""Sampling with the live engine, whose weights change between two calls.
-
-All clients of a trainer share one engine, its slots and its compiled programs. The weights of the
-base lie on the devices once as sampling reads them, and each client attaches its adapters.
-"""
+"""Sampling with the live engine, whose weights change between two calls. All clients of a trainer
+share it, and the weights of the base; each attaches its adapters."""
 
 import queue
 from collections.abc import Mapping, Sequence
@@ -40,18 +37,15 @@ class SampleSettings:
     Example: SampleSettings(max_tokens=64, temperature=0.7, seed=3).
     """
 
-    # tokens, at most; None: as many as there is room for
-    max_tokens: int | None = None
-    # 0 takes the likeliest token
-    temperature: float = 1.0
+    max_tokens: int | None = None  # tokens, at most; None: as many as there is room for
+    temperature: float = 1.0  # 0 takes the likeliest token
     # 0 or -1: all tokens
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     # texts that end a completion; the tokens that hold them are part of it
     stop: str | Sequence[str] = ()
-    # tokens that end a completion, and are part of it
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()  # tokens that end a completion, and are part of it
     # the same seed gives the same completion of a prompt; None: another one in each call
     seed: int | None = None
 
@@ -147,8 +141,8 @@ class SamplingEngine:
         params: Params | None,
         lora: LoraConfig | None,
     ) -> None:
-        """Samples with these weights from now on; params: None means the base alone. owner: stands
-        for them; the same one is not loaded again."""
+        """Samples with these weights from now on; params: None: the base alone. owner: stands for
+        them."""
         if self._holds is not None and self._holds is owner:
             return
         if self._engine is not None:
@@ -190,8 +184,8 @@ class SamplingEngine:
         num_samples: int,
         settings: Sequence[SampleSettings],
     ) -> list[Sample]:
-        """Completions of each prompt, in the order of the prompts. settings: one per prompt, each
-        with a seed. Raises ValueError, RuntimeError where the engine fails."""
+        """Completions of each prompt, in their order. settings: one per prompt, with a seed. Raises
+        ValueError, RuntimeError where the engine fails."""
         vocab_size = self.model.cfg.vocab_size
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)

@@ -1,8 +1,5 @@
-"""What a client saves: a checkpoint, and beside it a file that says what kind of weights it holds.
-
-A checkpoint gets its name when all of it is on disk, so a process that is killed while it saves
-leaves the one before.
-"""
+"""What a client saves: a checkpoint, and beside it a file that says what kind of weights it
+holds."""
 
 import contextlib
 import json
@@ -28,20 +25,14 @@ MADE_ALIKE = "load it into a client that is made like that"
 
 @dataclass(frozen=True)
 class _SavedKind:
-    """What a folder holds.
+    """What a folder holds."""
 
-    Example: SavedKind("bundled", 8, 32.0, ".*/(q|v)", True): adapters of rank 8, and their
-    optimizer.
-    """
-
-    # model.weights of the base
-    model: str
+    model: str  # model.weights of the base
     # 0: all weights
     rank: int
     alpha: float
     targets: str
-    # whether the state of the optimizer is there, too
-    optimizer: bool
+    optimizer: bool  # whether the state of the optimizer is there, too
 
 
 def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> _SavedKind:
@@ -52,8 +43,8 @@ def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> _SavedKind:
 
 
 def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
-    """Saves the state as checkpoint number `state.step` of the folder, and waits until it is on
-    disk. Raises ValueError if the folder holds something else, or this step."""
+    """Saves the state as checkpoint `state.step` of the folder. Raises ValueError if it holds
+    something else."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / KIND).exists():
         _check_kind(folder, kind, "save to another folder")
@@ -75,10 +66,8 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
 
 
 def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
-    """The newest checkpoint of the folder; without its optimizer, opt_state is as in `like`.
-
-    like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
-    """
+    """The newest checkpoint of the folder, without its optimizer if `kind` has none. Raises
+    ValueError."""
     if not kind.optimizer:
         step, params = load_trained(folder, shapes_of(like.params), kind)
         return like.replace(step=put(np.int32(step)), params=params)
@@ -91,10 +80,8 @@ def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
 
 
 def load_trained(folder: Path, like: Params, kind: _SavedKind) -> tuple[int, Params]:
-    """(step, the weights that train) of the newest checkpoint of the folder. like: their shapes.
-
-    Raises ValueError if it does not fit.
-    """
+    """(step, the weights that train) of the newest checkpoint. like: their shapes. Raises
+    ValueError."""
     _check_kind(folder, kind, MADE_ALIKE)
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore_params(like)

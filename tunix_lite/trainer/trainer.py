@@ -69,8 +69,7 @@ class LossOutput:
     Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets.
     """
 
-    # the sum over all tokens
-    loss: float
+    loss: float  # the sum over all tokens
     # of each datum, the log-probability of each of its targets
     logprobs: list[list[float]] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
@@ -80,7 +79,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def locked(method: Callable[P, R]) -> Callable[P, R]:
+def _locked(method: Callable[P, R]) -> Callable[P, R]:
     """The method on the trainer's mesh, one call at a time."""
 
     @functools.wraps(method)
@@ -123,7 +122,7 @@ class Weights:
         if self._params is None:
             raise ValueError("this client was closed")
 
-    @locked
+    @_locked
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -133,8 +132,8 @@ class Weights:
         """num_samples completions of each prompt, a list of token ids; all of prompt 0 come first.
 
         settings: SampleSettings or their names and values; or a list of them, one per prompt.
-        Without a seed each call draws others, which the client's seed decides. Raises ValueError,
-        naming the prompt or the setting.
+        Without a seed the client's seed decides. Raises ValueError, naming the prompt or the
+        setting.
         """
         if not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples={num_samples}; it is 1 or more")
@@ -160,12 +159,10 @@ class Weights:
                 each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
         return engine.sample(prompts, num_samples, each)
 
-    @locked
+    @_locked
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
         """log p of each token given those before it, in nats; None for the first of a sequence.
-
-        Raises ValueError, naming the sequence.
-        """
+        Raises ValueError."""
         cfg = self.trainer.cfg
         for i, tokens in enumerate(sequences):
             check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
@@ -231,7 +228,7 @@ class TrainingClient(Weights):
         self.check_open()
         return TrainState(self._step, self._params, self._opt_state)
 
-    @locked
+    @_locked
     def forward(
         self,
         data: Sequence[Datum],
@@ -242,7 +239,7 @@ class TrainingClient(Weights):
         `forward_backward`."""
         return self._over_parts(data, token_loss(loss, settings or {}))
 
-    @locked
+    @_locked
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -252,8 +249,7 @@ class TrainingClient(Weights):
         """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
 
         loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
-        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token, before anything is
-        added.
+        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token.
         """
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
@@ -273,7 +269,7 @@ class TrainingClient(Weights):
         self._loss += output.loss
         return output
 
-    @locked
+    @_locked
     def optim_step(
         self,
         learning_rate: float = 1e-4,
@@ -288,9 +284,8 @@ class TrainingClient(Weights):
         """One update with the gradients since the last; returns their norm, and that of the update.
 
         The first six are those of AdamW; grad_clip_norm=0 does not clip. optimizer: settings as of
-        a run in place of them, with their schedule. An update that is not finite is not made, and
-        train/skipped is 1. Raises ValueError where there is no gradient, or for a setting that
-        cannot be right.
+        a run in place of them. An update that is not finite is not made: train/skipped is 1. Raises
+        ValueError.
         """
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
@@ -333,33 +328,26 @@ class TrainingClient(Weights):
         self._opt_state = state.opt_state
         self._owner = object()
 
-    @locked
+    @_locked
     def snapshot(self) -> Weights:
-        """A sampler with the weights as they are now; later updates do not change it.
-
-        It holds a copy of what trains: of adapters, not of their base.
-        """
+        """A sampler with a copy of what trains as it is now."""
         params = jax.tree.map(lambda x: x.copy(), self._params)
         return Weights(self.trainer, params, self.lora, self.seed)
 
-    @locked
+    @_locked
     def save(self, path: str | Path, optimizer: bool = True) -> Path:
-        """Saves into this folder, as its checkpoint number `step`; returns when it is on disk.
-
-        optimizer: whether the state of the optimizer is saved, too. Gradients are not. Raises
-        ValueError if the folder holds something else, or this step; OSError.
-        """
+        """Saves into this folder, as its checkpoint number `step`, perhaps without the optimizer;
+        gradients are not saved. Raises ValueError if the folder holds something else, or this step;
+        OSError."""
         folder = Path(path).absolute()
         save_state(folder, self.state, kind_of(self.trainer.model_name, self.lora, optimizer))
         return folder
 
-    @locked
+    @_locked
     def load(self, path: str | Path, optimizer: bool = True) -> int:
         """Takes the newest checkpoint of this folder, and forgets gradients; returns its step.
-
-        optimizer: False leaves the optimizer of the checkpoint, and begins with a new one. Raises
-        ValueError if the checkpoint is damaged, or of other weights: this client stays as it was.
-        """
+        optimizer: False begins with a new one. Raises ValueError if the checkpoint is damaged, or
+        of other weights."""
         kind = kind_of(self.trainer.model_name, self.lora, optimizer)
         state = load_state(Path(path).absolute(), self.state, kind)
         if not optimizer:
@@ -380,10 +368,8 @@ class TrainingClient(Weights):
 
 
 class Trainer:
-    """One base on one mesh, loaded once, and the clients that train beside it.
-
-    Calls may come from several threads: one runs at a time. Adapters share the base; each has its
-    own gradients and optimizer.
+    """One base on one mesh, loaded once, and the clients that train beside it. Calls may come from
+    several threads: one runs at a time.
 
     Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8).
     """
@@ -395,11 +381,7 @@ class Trainer:
         max_new_tokens: int = 2048,
     ):
         """settings: as on the command line of run_training.py, or one RunConfig (`compose`).
-
-        Read are model, training.mixed_precision, remat, scan_layers, attention, reduce_dtype and
-        tp_reduce_dtype, rollout, sharding, optimizer and seed. max_prompt_length, max_new_tokens:
-        of samples, at most. Raises ConfigError.
-        """
+        max_prompt_length, max_new_tokens: of samples, at most. Raises ConfigError."""
         is_whole = len(settings) == 1 and isinstance(settings[0], RunConfig)
         run = settings[0] if is_whole else compose(list(settings))
         if jax.process_count() > 1:
@@ -474,11 +456,8 @@ class Trainer:
         alpha: float | None = None,
         targets: str | None = None,
     ) -> TrainingClient:
-        """A client that trains new adapters beside the base.
-
-        What is None is that of model.lora and seed in the settings. Raises ValueError for a rank
-        below 1, or targets that match nothing.
-        """
+        """A client that trains new adapters beside the base. What is None is that of the settings.
+        Raises ValueError for a rank below 1, or targets that match nothing."""
         settings = {"rank": rank, "alpha": alpha, "targets": targets}
         settings = {name: value for name, value in settings.items() if value is not None}
         lora = replace(self.run.model.lora, **settings)
@@ -493,10 +472,7 @@ class Trainer:
             return TrainingClient(self, params, lora, seed)
 
     def full(self) -> TrainingClient:
-        """The client that trains all weights: a copy of them, and its optimizer.
-
-        Raises ValueError while there is one already.
-        """
+        """The client that trains all weights. Raises ValueError while there is one already."""
         with self.on_mesh():
             if self.client_of_all_weights is not None:
                 raise ValueError("there is a client of all weights already; close it first")
@@ -507,11 +483,8 @@ class Trainer:
             return self.client_of_all_weights
 
     def sampler(self, path: str | Path | None = None) -> Weights:
-        """A sampler with the weights that a client has saved there: adapters, or all weights. None:
-        the base alone.
-
-        Raises ValueError if the folder is damaged, or of another model.
-        """
+        """A sampler with the weights that a client has saved there; None: the base alone. Raises
+        ValueError if the folder is damaged, or of another model."""
         with self.on_mesh():
             if path is None:
                 return Weights(self, self.base, None, self.run.seed)

@@ -54,9 +54,7 @@ def work(
     calls_fd: int, answers_fd: int, parent: int, limits: tuple[int, float] | None = None
 ) -> None:
     """Answers calls until the end of the pipe, or until the process that started it is gone.
-
-    limits: bytes of memory, and seconds of the processor for a call; with them, the process reads
-    the end of the pipe in time and needs no other watch."""
+    limits: bytes of memory, and seconds of the processor for a call."""
     with contextlib.suppress(BaseException):
         if limits is None:
             # It ends with its parent: in a loop it would not see the end of the pipe.

@@ -1,7 +1,5 @@
-"""Runs code from a folder that we do not trust in another process, with limits: chat templates.
-
-The process has limits on memory and on the processor's time of each call, no environment to read
-secrets from, and answers with text only. One serves all calls; it is killed when it exceeds a
+"""Runs chat templates, code from a folder that we do not trust, in another process with limits on
+memory and time and no secrets in its environment. It answers with text, and is killed beyond a
 limit."""
 
 import atexit

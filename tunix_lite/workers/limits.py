@@ -17,10 +17,9 @@ CHILD_MEMORY = 1024**3
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raises TimeoutError, naming `what`, when the block takes longer than this.
-
-    It works by a signal, in the main thread alone, where a reward worker makes its calls. In other
-    threads, and in C that never looks for signals, only rewards.timeout ends the block."""
+    """Raises TimeoutError, naming `what`, when the block takes longer than this. It works by a
+    signal, in the main thread alone, where a reward worker makes its calls; C that never looks for
+    signals goes on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,10 +37,9 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
-    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds.
-
-    Raises what fn raises, TimeoutError naming `what`, and MemoryError where the child was killed.
-    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`."""
+    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds; where
+    jax is loaded, forking is not safe, and fn is called here under `time_limit`. Raises what fn
+    raises, TimeoutError naming `what`, and MemoryError where the child was killed."""
     if "jax" in sys.modules:
         with time_limit(seconds, what):
             return fn()

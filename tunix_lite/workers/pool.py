@@ -1,8 +1,6 @@
-"""Functions in processes that can be killed: none of them can hang, crash or end the run.
-
-Each worker has a thread that feeds it and reads its answers. A call that takes too long, or takes
-its process down, has failed; the next worker makes the calls behind it.
-"""
+"""Functions in processes that can be killed: none of them can hang, crash or end the run. A call
+that takes too long, or takes its process down, has failed; the next worker makes the calls behind
+it."""
 
 import io
 import itertools
@@ -109,10 +107,8 @@ class _Job(NamedTuple):
 
 class Pool:
     """Calls functions on completions, in `settings.workers` processes or, if that is 0, here.
-
-    functions, by the name that messages give them: (completion, example) -> anything that JSON can
-    hold; those of a group get a list of completions. group: of the settings, as messages name
-    it."""
+    functions, by the name in messages: (completion, example) -> a value for JSON; those of a group
+    get a list of completions. group: of the settings, as messages name it."""
 
     def __init__(
         self, functions: dict[str, Callable], settings: RewardsConfig, group: str = "rewards"
@@ -207,8 +203,6 @@ class Pool:
                     f"{problem}; {self.group}.on_error=zero or drop continues without it"
                 )
         return by_name
-
-    # ---- a thread and its worker
 
     def _serve(self, place: int) -> None:
         # starts the worker before the first job; if it cannot start, the first jobs report it

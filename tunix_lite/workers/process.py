@@ -1,8 +1,5 @@
-"""A process that makes calls for this one and can be killed at any time.
-
-The other side is workers/child.py. Calls go there pickled, and answers come back as lines of JSON:
-what a call writes to the pipe can be wrong, but it cannot run anything here.
-"""
+"""A process that makes calls for this one (workers/child.py) and can be killed at any time. Answers
+are lines of JSON: what a call writes to the pipe can be wrong, but cannot run anything here."""
 
 import io
 import json
@@ -15,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -48,9 +45,7 @@ START = (
 class Outcome(NamedTuple):
     """The outcome of a call. kind: "", value: what the function returned; or kind: error, timeout,
     crash or not_number, value: how it failed.
-
-    Example: Outcome("", 0.5), or Outcome("timeout", None).
-    """
+    Example: Outcome("", 0.5), or Outcome("timeout", None)."""
 
     kind: str
     value: Any
@@ -107,14 +102,8 @@ class WorkerProcess:
             self._calls.send_bytes(message)
         timer.cancel()
 
-    def answer(
-        self,
-        seconds: float,
-        number: int | None = None,
-        look: Callable[[float], None] = lambda passed: None,
-    ) -> Outcome:
-        """Returns the next answer, within so many seconds; it must be about call `number`. look:
-        called with the seconds so far, a few times a second."""
+    def answer(self, seconds: float, number: int | None = None) -> Outcome:
+        """Returns the next answer, within so many seconds; it must be about call `number`."""
         began = time.monotonic()
         while not self._lines:
             is_gone = self.process.poll() is not None
@@ -129,8 +118,6 @@ class WorkerProcess:
                     self._rest = bytearray()
                     self._lines.extend(lines)
                 self._rest += rest
-            else:
-                look(time.monotonic() - began)
             if self._lines:
                 break
             if is_gone:
@@ -195,10 +182,8 @@ def find_marked(mark: bytes) -> set[int]:
 
 def _environment(process: Path) -> bytes:
     """The variables that a process was started with; b"" if it has ended, or is of the kernel.
-
-    While the kernel loads a program, its process shows no environment, although whoever started it
-    goes on already. Such a process is asked again until it shows one, for LOADING seconds at most.
-    """
+    While the kernel loads a program, its process shows none: it is asked again, for LOADING seconds
+    at most."""
     deadline = time.monotonic() + LOADING
     while True:
         # Such a process has memory, but env_end, field 51 in proc(5), is 0. Asked first, since it

@@ -1,11 +1,6 @@
-"""Runs a piece of code once, with limits, in processes of its own (Linux).
-
-`python -I sandbox.py` reads a job as JSON from stdin and writes what became of it to stdout. It is
-three processes: this one watches; its child is the first process of a new process namespace, so
-that all ends with it; the child of that runs the code. It imports nothing of the package: it starts
-once for each test. It keeps honest mistakes and clumsy tricks from harming a run. It is no security
-boundary.
-"""
+"""Runs a piece of code once, with limits (Linux), in three processes: this one watches; its child
+is the first of a new process namespace, so that all ends with it; the child of that runs the code.
+It imports nothing of the package, starts once for each test, and is no security boundary."""
 
 import builtins
 import contextlib
@@ -78,8 +73,11 @@ TRUNCATE = 1 << 14
 RUNNER = __file__
 
 
-def run_job(job: dict) -> dict:
-    """Runs a job, and returns its outcome (see `run`). Raises RuntimeError if it cannot."""
+def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dict:
+    """Runs code, and returns its outcome (see `run`). Raises RuntimeError if it cannot. test: run
+    after the code; None: the code is a program, which reads `text` from stdin. limits: seconds,
+    memory_mib, output_bytes, and disk_mib and processes, which have defaults."""
+    job = {"code": code, "test": test, "input": text, "disk_mib": 16, "processes": 8} | limits
     process = subprocess.Popen(
         [sys.executable, "-I", RUNNER],
         stdin=subprocess.PIPE,
@@ -88,7 +86,7 @@ def run_job(job: dict) -> dict:
     )
     try:
         output, _ = process.communicate(
-            json.dumps(job).encode(), timeout=job["seconds"] + GRACE
+            json.dumps(job).encode(), timeout=limits["seconds"] + GRACE
         )
     except subprocess.TimeoutExpired:
         process.kill()
@@ -352,7 +350,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
-    is_program = job["kind"] == "stdin"
+    is_program = job["test"] is None
     steps = [(job["code"], "solution.py"), (job["test"], "test.py")][: 1 if is_program else 2]
     job.clear()
     write = os.write
@@ -420,12 +418,9 @@ def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
         if {"opaque": 0} in written:
             # of objects of the code alone: what they make of each other
             pairs = zip(signs, values, values[1:], strict=False)
-            own = (
-                all(compare[sign](*pair) for sign, *pair in pairs)
-                if signs
-                else bool(values[0])
+            own = all(compare[sign](*pair) for sign, *pair in pairs) and bool(
+                signs or values[0]
             )
-            own = bool(own)
         line = dumps([number, written, own]).encode() + b"\n"
         while line:
             line = line[write(3, line) :]

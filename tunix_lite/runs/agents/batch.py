@@ -1,8 +1,5 @@
-"""Turns episodes into the batch of an update: groups, their advantages, and rows of tokens.
-
-The advantage of an episode is that of its reward in its group, the episodes of the same example. It
-counts for each token that the model sampled in the episode, whichever of its sequences holds it.
-"""
+"""Turns episodes into the batch of an update: groups, their advantages, and rows of tokens. The
+advantage of an episode counts for each token sampled in it, whichever sequence holds it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +24,7 @@ PACKING = ("auto", "sequences")
 @dataclass(frozen=True)
 class EpisodeGroups:
     """P examples with G episodes each: episode p * G + g is number g of example p.
-
-    Example: EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8].
-    """
+    Example: EpisodeGroups(episodes, ended, 8).rewards_PG of two examples is [2, 8]."""
 
     episodes: Sequence[Episode]
     ended: Sequence[Ended]

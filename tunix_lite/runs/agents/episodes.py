@@ -1,8 +1,5 @@
-"""Episodes: runs of an agent on an example, whose calls the server records as sequences of tokens.
-
-Tokens are learned from as they were sampled. A call whose prompt begins with all the tokens of an
-earlier sequence goes on with it, so that a conversation is one sequence.
-"""
+"""Episodes: runs of an agent on an example, whose calls the server records as tokens, as they were
+sampled. A call whose prompt begins with all tokens of an earlier sequence goes on with it."""
 
 import contextlib
 import secrets
@@ -26,10 +23,8 @@ IS_OVER = (
 
 @dataclass
 class TokenSequence:
-    """Tokens that an agent's calls read and sampled.
-
-    Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1).
-    """
+    """Tokens that an agent's calls read and sampled. Example: TokenSequence([2, 17, 9, 1], [F, F,
+    T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1)."""
 
     tokens: list[int] = field(default_factory=list)
     # True on tokens that the model sampled
@@ -85,10 +80,8 @@ def with_tokens_as_sampled(
 
 @dataclass
 class Episode:
-    """One run of an agent on an example.
-
-    Example: episodes.open({"question": "2 + 2"}, seed=7).sequences after the agent has ended.
-    """
+    """One run of an agent on an example. Example: episodes.open({"question": "2 + 2"},
+    seed=7).sequences after the agent has ended."""
 
     id: str
     example: dict[str, Any]
@@ -108,10 +101,8 @@ class Episode:
 
 
 class OpenEpisodes:
-    """The episodes that are open now: the Recorder of a server.
-
-    Example: episodes = OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32).
-    """
+    """The episodes that are open now: the Recorder of a server. Example: episodes =
+    OpenEpisodes(tokenizer, max_prompt_length=512, max_calls=32)."""
 
     def __init__(self, tokenizer: Tokenizer, max_prompt_length: int, max_calls: int):
         """max_prompt_length: tokens of a prompt, at most. max_calls: of an episode, at most."""

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,9 +35,7 @@ MOST_WAITING = 1 << 20
 
 class Endpoint:
     """A server on 127.0.0.1 that records the calls of episodes. `close` ends it.
-
-    Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1".
-    """
+    Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
 
     def __init__(
         self, engine: LiveEngine, tokenizer: Tokenizer, limits: Limits, episodes: OpenEpisodes
@@ -76,34 +74,26 @@ class Endpoint:
             self._is_ready.set()
 
 
-@dataclass(frozen=True)
-class AgentJob:
-    """An agent that is trained, how it is run, and how texts that it returns are graded.
-
-    Example: AgentJob(agent, config=AgentConfig(on_error="zero")).
-    """
-
-    agent: Agent
-    # (completion, example) -> number; None: the rewards of the task
-    reward: Callable[[str, dict], float] | None = None
-    config: AgentConfig = field(default_factory=AgentConfig)
-
-
 class AgentExperience:
     """Episodes are run once in algorithm.updates_per_rollout updates, with the current weights: G
     of each of P examples. See ExperienceSource."""
 
-    def __init__(self, session: Session, learner: Learner, job: AgentJob):
+    def __init__(
+        self,
+        session: Session,
+        learner: Learner,
+        agent: Agent,
+        reward: Callable[[str, dict], float] | None,
+        config: AgentConfig,
+    ):
+        """reward: (completion, example) -> number; None: the rewards of the task."""
         run = session.run
         resolved = learner.resolved
         generation = run.generation
         self._session = session
         self._algorithm = run.algorithm
-        self._task = session.task
         self._seed = run.seed
-        self._config = job.config
-        self._evaluation = run.evaluation
-        self._num_prompts = session.parts.batch.prompts
+        self._config = config
         self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
         # An agent that asks for temperature 0 would say the same in each episode.
@@ -128,11 +118,11 @@ class AgentExperience:
             is_lenient=True,
         )
         longest = limits.max_prompt_length
-        self._episodes = OpenEpisodes(self._tokenizer, longest, job.config.max_calls)
+        self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
         endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
-        reward = job.reward or rewards_of(run.task)
-        self._runner = Runner(job.agent, reward, self._episodes, endpoint.base_url, job.config)
+        reward = reward or rewards_of(run.task)
+        self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)
         session.closing.callback(self._runner.close)
         self._held: Experience | None = None
 
@@ -152,7 +142,9 @@ class AgentExperience:
         # Episodes, their rewards and their advantages.
         G = self._algorithm.num_generations
         with error_context(f"step {step + 1}", RunFailed):
-            examples, _ = self._task.batch(self._num_prompts, self._seed, step // updates)
+            examples, _ = self._session.task.batch(
+                self._session.parts.batch.prompts, self._seed, step // updates
+            )
             examples = [one for one in examples for _ in range(G)]
             seed = seed_of_call(self._seed, step, 1)
             groups = self._ended(params, examples, seed, self._own_draw, G)
@@ -179,8 +171,8 @@ class AgentExperience:
         """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
-        settings = self._evaluation
-        held_out = self._task.held_out(settings.num_examples)
+        settings = self._session.run.evaluation
+        held_out = self._session.task.held_out(settings.num_examples)
 
         def graded(seed: int, draw: DrawSettings | None, count: int) -> Graded:
             examples = [one for one in held_out for _ in range(count)]

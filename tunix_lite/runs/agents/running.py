@@ -26,10 +26,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Settings that run agents.
-
-    Example: AgentConfig(timeout=30.0, on_error="zero").
-    """
+    """Settings that run agents. Example: AgentConfig(timeout=30.0, on_error="zero")."""
 
     # Seconds that an episode may take. A longer one has failed.
     timeout: float = 120.0
@@ -52,10 +49,8 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an episode.
-
-    Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s").
-    """
+    """The end of an episode. Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout",
+    message="30 s")."""
 
     # None where it failed
     reward: float | None
@@ -66,10 +61,8 @@ class Ended:
 
 
 class Runner:
-    """Runs an agent on examples, one episode each.
-
-    Example: Runner(agent, reward, episodes, endpoint.base_url, AgentConfig()).run(opened).
-    """
+    """Runs an agent on examples, one episode each. Example: Runner(agent, reward, episodes,
+    endpoint.base_url, AgentConfig()).run(opened)."""
 
     def __init__(
         self,

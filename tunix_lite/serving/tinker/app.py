@@ -1,8 +1,5 @@
-"""The endpoints of the Tinker SDK 0.38.0 over one trainer.
-
-Quick questions are answered at once. What needs the devices is written into the journal and gets
-the name of a future, which the client asks for until the result is there.
-"""
+"""The endpoints of the Tinker SDK 0.38.0 over one trainer. What needs the devices is written into
+the journal and gets the name of a future, which the client asks for."""
 
 import asyncio
 import contextlib

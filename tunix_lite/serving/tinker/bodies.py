@@ -34,12 +34,9 @@ class TinkerLimits:
     """The model that the server offers, and how much it takes on."""
 
     model_name: str
-    # tokens of a sequence
-    max_length: int
-    # requests of one session without a result
-    max_waiting: int = 4096
-    # models, and samplers, that stay on the devices
-    max_models: int = 16
+    max_length: int  # tokens of a sequence
+    max_waiting: int = 4096  # requests of one session without a result
+    max_models: int = 16  # models, and samplers, that stay on the devices
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,8 @@ class TinkerBody:
         return tokens
 
     def sample_settings(self, request_id: str) -> SampleSettings:
-        """Without a seed, the name of the request is one, so that a server that was killed draws
-        the same tokens again. Raises BadCall."""
+        """Without a seed, the name of the request is one: a server that was killed draws the same
+        again. Raises BadCall."""
         params = {name: one for name, one in self.sampling_params.items() if one is not None}
         stop = params.get("stop", ())
         if stop == []:

@@ -1,13 +1,6 @@
-"""The memory of the server, in one folder: a journal in SQLite, and weights in files.
-
-A request is in the journal before the client hears that it was accepted. So a server that was
-killed goes on where it was: it does again what was accepted and has no result.
-
-  journal.sqlite     sessions, models, samplers, checkpoints, requests with their results
-  models/            the newest weights and optimizer state of each model
-  samplers/          weights of samplers that have no name
-  checkpoints/       what clients saved under a name
-"""
+"""The memory of the server, in one folder: a journal in SQLite, and weights in models/, samplers/
+(without a name) and checkpoints/. A request is in the journal before the client hears that it was
+accepted."""
 
 import errno
 import hashlib
@@ -58,8 +51,7 @@ class TinkerSession:
 
     id: str
     is_finished: bool = False
-    # the last time that its client was heard
-    heard: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.time)  # the last time that its client was heard
 
 
 @dataclass
@@ -79,15 +71,12 @@ class Model:
     id: str
     session: str
     created: float = field(default_factory=time.time)
-    # None trains all weights
-    adapters: Adapters | None = None
-    # the request that is next
-    next_seq: int = 0
+    adapters: Adapters | None = None  # None trains all weights
+    next_seq: int = 0  # the request that is next
     # the last request that the file of weights holds, and that file
     saved_seq: int = between(-1, 2**62, -1)
     saved: str | None = None
-    # whether gradients since the last step are incomplete
-    has_failed: bool = False
+    has_failed: bool = False  # whether gradients since the last step are incomplete
 
 
 @dataclass
@@ -218,10 +207,8 @@ class Store:
         self, owner: str, seq: int | None, kind: str, body: bytes, least: int = 0
     ) -> TinkerRequest:
         """Writes a request into the journal, unless a client that heard no answer sends it again.
-
         seq: its number; None: the first free one from `least` on. Raises BadCall if the number was
-        that of another request.
-        """
+        that of another request."""
         digest = hashlib.sha256(kind.encode() + b" " + body).digest()
         with self._lock:
             if seq is None:
@@ -284,8 +271,8 @@ class Store:
     # ---- files
 
     def write(self, room: str, name: str, save: Callable[[Path], None]) -> str:
-        """Lets `save` write a file, which gets its name once it is complete; returns the path as
-        records write it. Raises ValueError for a name that leads out of the folder."""
+        """Lets `save` write a file, which gets its name once it is complete; returns its path.
+        Raises ValueError."""
         final = self.folder / room / name.replace(":", "_")
         if (self.folder / room).resolve() not in final.resolve().parents:
             raise ValueError(f"{name!r} is no name for a file")

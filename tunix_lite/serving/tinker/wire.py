@@ -1,8 +1,5 @@
-"""The few protobuf messages of the Tinker protocol, read and written without the SDK.
-
-The SDK sends forward_backward as protobuf and reads the results of forward_backward and of samples
-as protobuf; all else is JSON. Reference: tinker_public.proto of the SDK 0.38.0.
-"""
+"""The few protobuf messages of the Tinker protocol, read and written without the SDK
+(tinker_public.proto, 0.38.0)."""
 
 import numpy as np
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto

@@ -1,9 +1,5 @@
-"""One thread that owns the devices and does what clients ask for, in fair turns.
-
-A model's requests are done in the order of their numbers. Sessions take turns: a client with a
-thousand requests delays another one by no more than one of them. Sample requests for the same
-weights are drawn together.
-"""
+"""One thread that owns the devices and does what clients ask for: sessions take turns, a model's
+requests go in order, and sample requests for the same weights are drawn together."""
 
 import json
 import sys
@@ -49,8 +45,8 @@ class WorkerFailed(Exception):
 
 
 class LiveModels:
-    """The trainer's clients and samplers on the devices, the ones used last; the others are made
-    again from the store. One thread calls it."""
+    """The trainer's clients and samplers on the devices, the ones used last; others come from the
+    store."""
 
     def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
         """most: models, and samplers, that stay on the devices."""
@@ -129,9 +125,8 @@ class LiveModels:
 def next_turn(
     waiting: list[TinkerRequest], turns: dict[str, int], next_seq: dict[str, int]
 ) -> list[TinkerRequest]:
-    """One request of a model, or sample requests of one sampler, of the session whose last turn is
-    longest ago. waiting: in the order in which they came. turns: session -> number of its last
-    turn. next_seq: model -> the number of its next request."""
+    """One request of a model, or sample requests of one sampler, of the session whose last turn (of
+    `turns`) is longest ago. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
         if one.kind == "sample" or one.seq == next_seq.get(one.owner, 0):
@@ -372,7 +367,7 @@ class Worker:
 
 def _blame(error: Exception) -> tuple[str, str]:
     """The message of a failed request, and whose fault it is: user or server. An error of the disk
-    is raised again: the request stays in the journal, and is done when it can be written."""
+    is raised again."""
     if disk_trouble(error) is not None:
         raise error
     if isinstance(error, ValueError):

@@ -25,9 +25,7 @@ SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
 class Countdown(GeneratedSource):
     """Numbers and a target that an expression of all of them reaches, with whole numbers on the
     way. Other expressions that reach it are right, too.
-
-    Example: {"question": "Reach 14 with some of 7, 8, 13, 16, each once", ...}.
-    """
+    Example: {"question": "Reach 14 with some of 7, 8, 13, 16, each once", ...}."""
 
     # Fewest numbers in a problem.
     min_numbers: int = 3

@@ -19,9 +19,7 @@ WORDS = [
 @dataclass(frozen=True)
 class LastWord(GeneratedSource):
     """Lists of different common words, with the last one as the answer.
-
-    Example: {"question": "horse, cloud, letter, stone", "answer": "stone", ...}.
-    """
+    Example: {"question": "horse, cloud, letter, stone", "answer": "stone", ...}."""
 
     # Words in a list, from 2 to 32.
     num_words: int = 4

@@ -1,13 +1,5 @@
-"""Training an agent: it runs as it is, against the weights that are being trained.
-
-  def agent(client, example):
-      answer = client.chat.completions.create(model="any", messages=[...])
-      return 1.0 if answer.choices[0].message.content == example["answer"] else 0.0
-
-  train_agent(agent, "task=arithmetic", "training.max_steps=30", folder="outputs/mine")
-
-A step: G episodes of each of P examples, rewards, advantages within each group, one update.
-"""
+"""Trains an agent against the weights that are being trained. A step: G episodes of each of P
+examples, rewards, advantages within each group, one update."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +7,7 @@ from pathlib import Path
 
 from tunix_lite.basics.types import TrainState
 from tunix_lite.runs.agents.batch import settings_for_agents
-from tunix_lite.runs.agents.experience import AgentExperience, AgentJob
+from tunix_lite.runs.agents.experience import AgentExperience
 from tunix_lite.runs.agents.running import Agent, AgentConfig
 from tunix_lite.runs.session import Job
 from tunix_lite.settings.compose import compose
@@ -37,12 +29,10 @@ def train_agent(
     checkpoints, metrics.jsonl, samples and all else of a run; a second call with the same folder
     goes on where the first stopped. config: how the agent is run. Raises ConfigError for settings
     that agents do not follow, RunFailed where an agent fails and on_error=raise, and what `train`
-    raises.
-
-    Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/mine").
-    """
+    raises. Example: train_agent(agent, "task=arithmetic", "training.max_steps=40",
+    folder="outputs/mine")."""
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     job = Job(resume_hint=f"folder={str(folder)!r}")
-    work = AgentJob(agent, reward, config or AgentConfig())
-    return train(run, folder, job, partial(AgentExperience, job=work))
+    how = {"agent": agent, "reward": reward, "config": config or AgentConfig()}
+    return train(run, folder, job, partial(AgentExperience, **how))
