@@ -1,6 +1,7 @@
 """Each family is right: logits, greedy continuations and gradients of transformers' own models, saved by it."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,18 @@ def test_greedy_continuations_are_the_same(both):
         np.testing.assert_array_equal(row[real], theirs[0].numpy())
 
 
-def test_gradients_equal_those_of_transformers(both):
+class InFloat64(torch.overrides.TorchFunctionMode):
+    """What asks for float32 inside a model, as norms, softmax and delta nets do, gets float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def wide(x):
+            return torch.float64 if x is torch.float32 else x
+
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        return function(*map(wide, args), **{key: wide(x) for key, x in (kwargs or {}).items()})
+
+
+def test_gradients_equal_those_of_transformers_in_float64(both):
     model, cfg, params, family, _ = both
     tokens = np.random.default_rng(2).integers(0, VOCAB, (2, 24))
 
@@ -251,10 +263,12 @@ def test_gradients_equal_those_of_transformers(both):
         return -jnp.mean(token_logprobs(params, tokens, np.ones_like(tokens, bool), cfg=cfg)[:, 1:])
 
     ours = hf.flatten(jax.jit(jax.grad(loss))(params))
-    model.zero_grad()
-    asked = torch.tensor(tokens)
-    logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
-    (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
+    # In float32, transformers' own is 2 % off in an A_log: its decays are differences of sums, of a token to itself, too,
+    # whose large gradients should cancel out, and do so but for their rounding. Ours is 6e-5 off there, 3e-5 elsewhere.
+    model, asked = deepcopy(model).double(), torch.tensor(tokens)
+    with InFloat64():
+        logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
+        (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
     for name, parts in hf.hf_parts(cfg, family).items():
         of_parts = [ours[part.path] if part.layer is None else ours[part.path][part.layer] for part in parts]
@@ -263,8 +277,7 @@ def test_gradients_equal_those_of_transformers(both):
             assert name.endswith("layer_scalar") and not grad.any(), name
             continue
         difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
-        # A decay has few numbers, whose gradient is small.
-        assert difference < (0.05 if name.endswith(("A_log", "dt_bias")) else 1e-3), f"{name}: {difference}"
+        assert difference < 3e-4, f"{name}: {difference}"
 
 
 def test_out_equals_in(both, tmp_path):
