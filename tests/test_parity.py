@@ -167,7 +167,7 @@ def drawn(family: str, seed: int) -> dict:
         "mistral": {"sliding_window": one_of(window, None), "rope_parameters": plain | {"rope_theta": 50.0}},
         "olmo3": {
             "sliding_window": window,
-            "layer_types": kinds,
+            "layer_types": ["sliding_attention", *kinds[1:]],  # transformers makes the mask of windows in any case
             "rope_parameters": BY_KIND | {"full_attention": yarn},
         },
         "phi3": {"sliding_window": one_of(None, window), "rope_parameters": longrope},

@@ -197,6 +197,13 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("mistral", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default"),
         ("ministral3", {"sliding_window": 8}, "sliding_window=8 is not supported"),
         ("ministral3", {"rope_parameters": YARN | {"rope_type": "linear"}}, "rope_type 'linear' is not.* is yarn"),
+        (
+            "ministral3",
+            {"rope_parameters": YARN, "original_max_position_embeddings": 8},
+            "are one setting in two places",
+        ),
+        ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [], "long_factor": []}}, "one or more"),
+        ("mistral", {"is_causal": False}, "is_causal: a token sees those before it only"),
         ("ministral3", {"rope_parameters": YARN | {"truncate": False}}, "truncate: yarn is supported with true alone"),
         ("phi3", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default or longrope"),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": 3}}, "long_factor=3; it is a list of numbers"),

@@ -123,10 +123,10 @@ class LongRope:
     def __post_init__(self):
         short, long = self.short_factors, self.long_factors
         rest = (self.original_positions, self.long_positions, self.amplitude)
-        if len(short) != len(long) or min(*short, *long, *rest) <= 0:
+        if len(short) != len(long) or min(len(short), *short, *long, *rest) <= 0:
             raise ValueError(
                 f"longrope: short_factors has {len(short)} numbers, and long_factors {len(long)}; "
-                "they must be as many, and all numbers above 0"
+                "they must be as many, one or more, and all numbers above 0"
             )
 
 

@@ -152,6 +152,8 @@ def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str
 def _hybrid(hf: dict) -> list[str]:
     """The kind of every layer of Qwen 3.5: of `layer_types`, else every nth has attention."""
     every = _number(hf.get("full_attention_interval", 4), "full_attention_interval", int)
+    if every < 1:
+        raise ValueError(f"full_attention_interval={every}; it is 1 or more")
     count = hf["num_hidden_layers"]
     by_interval = ["delta" if i % every else "global" for i in range(1, count + 1)]
     return _listed(hf, HYBRID_KINDS) or by_interval
@@ -225,8 +227,10 @@ def _gemma4_keys(hf: dict) -> dict:
                 f"which these layers have num_key_value_heads={shown(heads)}; delete that key"
             )
         hf["num_global_key_value_heads"] = None
-    if hf.get("use_bidirectional_attention") == "all":
-        raise ValueError("use_bidirectional_attention='all' is not supported")
+    if (both := hf.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        raise ValueError(
+            f"use_bidirectional_attention={shown(both)} is not supported; null and 'vision' are"
+        )
     rows = hf.get("vocab_size_per_layer_input", 262_144)
     if hf.get("hidden_size_per_layer_input") and rows != hf["vocab_size"]:
         raise ValueError(
@@ -660,6 +664,8 @@ def _config_from(hf: dict, family: Family) -> Architecture:
             raise ValueError(
                 f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}"
             )
+    if hf.get("is_causal", True) is not True:
+        raise ValueError("is_causal: a token sees those before it only; supported is true")
     if hf.get("quantization_config"):
         raise ValueError(
             "quantization_config: quantised weights cannot be read; model.lora.base quantises "
@@ -803,7 +809,10 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     """The field of Architecture that stretches wavelengths as a rope object says; {}: nothing
     does."""
     kind = rope.get("rope_type", "default")
-    *most, last = family.ropes
+    ropes = family.ropes
+    if family.flags.get("rope_scaling", ropes) is None:
+        ropes = tuple(name for name in ropes if name not in ("linear", "llama3"))
+    *most, last = ropes
     names = f"{', '.join(most)} or {last}" if most else last
     stretches = rope.keys() & {"factor", "short_factor", "long_factor"}
     if stretches and "rope_type" not in rope:
@@ -811,8 +820,18 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         raise ValueError(
             f"{key}={shown(rope[key])} has no rope_type beside it; add that key, which is {names}"
         )
-    if kind not in family.ropes:
+    if "rope_type" not in rope and kind not in ropes:
+        raise ValueError(f"rope_parameters has no rope_type; add it, which is {names}")
+    if kind not in ropes:
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
+    # transformers takes the length beside the rope object before the one in it.
+    if kind in ("yarn", "llama3") and (beside := config.get(LENGTH)) is not None:
+        if rope.get(LENGTH, beside) != beside:
+            raise ValueError(
+                f"{LENGTH}={shown(beside)} and rope_parameters.{LENGTH}={shown(rope[LENGTH])} are "
+                "one setting in two places; delete the one that does not hold"
+            )
+        rope = rope | {LENGTH: beside}
 
     def number(key: str, kind: type = float) -> Any:
         return _number(rope[key], key, kind)
