@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path)
     names = {path.name for path in together.iterdir()}
     assert {"metrics.jsonl", "status.json", "checkpoints"} <= names
     assert json.loads((together / "status.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "count, mesh", [pytest.param(1, "1,4", marks=pytest.mark.wide), pytest.param(2, "2,2", marks=pytest.mark.long)]
+)
+def test_a_run_goes_on_with_other_processes_on_another_mesh(count, mesh, alone, tmp_path):
+    folder, params = alone
+    together = tmp_path / "together"
+    shutil.copytree(folder, together)
+    shutil.rmtree(together / "checkpoints" / "2")
+    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh, limit=LIMIT * count)
+    assert "resumed from step 1" in (together / "train.log").read_text()
+    for name, values in params.items():
+        np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)
+    assert_same(kept(together)[1], kept(folder)[1])
 
 
 @pytest.mark.wide
