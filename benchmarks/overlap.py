@@ -91,13 +91,14 @@ def lengths_of(step: int, rows: int, longest: int) -> list[int]:
 
 def force_lengths(prompts: int, generations: int, longest: int) -> None:
     """From here on every completion has the tokens of `lengths_of`: its limit, and no end token ends it earlier."""
-    from tunix_lite.rollout.partial import PartialSampler
-    from tunix_lite.runs import learner, overlap
+    from tunix_lite.rollout.generate import Sampling
+    from tunix_lite.rollout.partial import OpenCompletion
+    from tunix_lite.runs import overlap, separate_sampling
 
     rows = prompts * generations
-    make_generate = learner.make_generate
+    make_generate = separate_sampling.make_generate
     make_sampler = overlap.make_sampler
-    requests_before = PartialSampler._requests
+    as_request = OpenCompletion.as_request
 
     def generate_of(cfg, generation, eos_ids, *others):
         del eos_ids
@@ -107,21 +108,19 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
         def forced(*args, **options):
             return generate(*args, limits=lengths_of(next(steps), rows, longest), **options)
 
-        return forced
+        return Sampling(forced, generate.compile_ahead)
 
-    def requests_of(self, in_order, prompts):
-        requests = requests_before(self, in_order, prompts)
-        for one, request in zip(in_order, requests):
-            request.limit = lengths_of(one.step, rows, longest)[one.prompt * generations + one.generation]
-        return requests
+    def request_of(self, ids, place, limit, criteria):
+        limit = lengths_of(self.step, rows, longest)[self.prompt * generations + self.generation]
+        return as_request(self, ids, place, limit, criteria)
 
     def sampler_of(cfg, generation, eos_ids, *others):
         del eos_ids
         return make_sampler(cfg, generation, (), *others)
 
-    learner.make_generate = generate_of
+    separate_sampling.make_generate = generate_of
     overlap.make_sampler = sampler_of
-    PartialSampler._requests = requests_of
+    OpenCompletion.as_request = request_of
 
 
 class CompileClock:

@@ -26,7 +26,8 @@ from tunix_lite.basics.errors import RunFailed
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.rewards import math
-from tunix_lite.runs import learner
+from tunix_lite.rollout.generate import Sampling
+from tunix_lite.runs import separate_sampling
 from tunix_lite.settings.compose import compose_values
 from tunix_lite.settings.config import RunConfig, build
 from tunix_lite.train import train
@@ -118,15 +119,15 @@ def without_extract(run: RunConfig) -> RunConfig:
 @contextlib.contextmanager
 def generating(change: Callable) -> Iterator[None]:
     """Inside, completions come from change(generate), or from a sampler of other arguments."""
-    make = learner.make_generate
-    with mock.patch.object(learner, "make_generate", lambda *args: change(make, *args)):
+    make = separate_sampling.make_generate
+    with mock.patch.object(separate_sampling, "make_generate", lambda *args: change(make, *args)):
         yield
 
 
 def changed_rollout(change: Callable) -> Callable[[], contextlib.AbstractContextManager]:
     """Every rollout that is learned from goes through `change`; graded when it is over."""
 
-    def wrapped(make: Callable, *args: object) -> Callable:
+    def wrapped(make: Callable, *args: object) -> Sampling:
         generate = make(*args)
 
         def spoilt(*given: object, on_finished: Callable | None = None, **more: object) -> object:
@@ -134,7 +135,7 @@ def changed_rollout(change: Callable) -> Callable[[], contextlib.AbstractContext
                 return generate(*given, on_finished=on_finished, **more)
             return change(generate(*given, **more))
 
-        return spoilt
+        return Sampling(spoilt, generate.compile_ahead)
 
     return lambda: generating(wrapped)
 
