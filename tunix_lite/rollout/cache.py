@@ -261,9 +261,10 @@ def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> 
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:
         # Only the columns that prompts can have are written; no prompt exceeds the cache.
-        width = min(beginnings.shape[2], all_columns.shape[2])
+        beginnings = beginnings[:, :, : all_columns.shape[2]]
+        width = beginnings.shape[2]
         is_new = is_new_B.reshape(-1, *[1] * (beginnings.ndim - 1))
-        new = jnp.take(beginnings[:, :, :width], rows_B, axis=0)
+        new = jnp.take(beginnings, rows_B, axis=0)
         merged = jnp.where(is_new, new, all_columns[:, :, :width])
         updated = jax.lax.dynamic_update_slice_in_dim(all_columns, merged, 0, axis=2)
         return _constrain_kv(updated)

@@ -73,15 +73,15 @@ class Engine:
         self.criteria = criteria
         self.temperature = np.float32(temperature)
         self.chunk = spec.chunk
-        self.length = spec.max_length
         self.widths = prompt_widths(spec.generation.max_prompt_length)
         self.block_sizes, self.cache_blocks = blocks
         # Conversations that go on together are a matter of the clock, and the columns, too, decide
         # on the last bits of a sum: there, all are read.
         self.column_sizes = [spec.max_length]
         if not spec.holds:
-            longest_prompt = spec.generation.max_prompt_length
-            self.column_sizes = kv_cache.column_sizes(spec.max_length, longest_prompt)
+            self.column_sizes = kv_cache.column_sizes(
+                spec.max_length, spec.generation.max_prompt_length
+            )
         # columns of the cache; None: there will be as many as the first requests need
         self.columns: int | None = None
 
@@ -248,7 +248,7 @@ class Engine:
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended."""
         if len(self.column_sizes) == 1:
-            return self.length
+            return self.column_sizes[0]
         # Of chunks that the host has not read yet it knows only that no sequence grows by more.
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
         # A server's requests come and go: its cache only grows.
