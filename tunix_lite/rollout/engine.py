@@ -247,8 +247,6 @@ class Engine:
 
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended."""
-        if len(self.column_sizes) == 1:
-            return self.column_sizes[0]
         # Of chunks that the host has not read yet it knows only that no sequence grows by more.
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
         # A server's requests come and go: its cache only grows.
@@ -256,7 +254,7 @@ class Engine:
         for request in chain(self.requests.values(), self.waiting):
             new = min(request.limit, len(request.tokens) + ahead)
             longest = max(longest, len(request.ids) + new)
-        return min(size for size in self.column_sizes if size >= longest)
+        return min(self.column_sizes, key=lambda size: (size < longest, size))
 
     # ---- decoding
 
