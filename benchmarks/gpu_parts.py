@@ -58,7 +58,7 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.throughput import peak_bytes
+from tunix_lite.runs.watch import peak_bytes
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import resolve_run
 from tunix_lite.train import train

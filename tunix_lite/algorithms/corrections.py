@@ -68,7 +68,9 @@ def corrected(
     alone."""
     mask_BT = np.asarray(batch.loss_weight) != 0
     gap_BT = np.float64(batch.old_logprobs) - np.float64(sampler_BT)
+    # exp of the gap must stay finite, or one odd token would spoil the whole batch
     gap_BT = np.clip(np.where(mask_BT, gap_BT, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # a batch may have nothing to learn from
     count = max(int(mask_BT.sum()), 1)
     metrics = {
         "sampler/logprob_gap": float(np.abs(gap_BT).sum() / count),

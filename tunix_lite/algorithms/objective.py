@@ -11,6 +11,7 @@ import numpy as np
 
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
+from tunix_lite.algorithms.algorithm import refuse, takes
 
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
@@ -124,14 +125,12 @@ class Objective:
     mask_truncated: bool = False
 
     def __post_init__(self):
-        for problem, is_there in self._problems().items():
-            if is_there:
-                raise ValueError(problem)
+        refuse(self._problems())
         self._check_functions()
 
         # A setting that changes nothing is a mistake, too.
         idle: dict[str, str] = {}
-        if not surrogates.takes_bounds(self.surrogate):
+        if not takes(self.surrogate, "bounds"):
             why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
             idle |= dict.fromkeys(("clip_low", "clip_high"), why)
         if not self.kl_coef:
@@ -211,11 +210,9 @@ class Objective:
         whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})
         arguments = {
             "advantages": [rewards],
-            "weighting": [mask, np.zeros(1, int)][
-                : 1 + weighting.takes_prompts(self.weighting)
-            ],
+            "weighting": [mask, np.zeros(1, int)][: 1 + takes(self.weighting, "prompt_B")],
             "ratio": [None, None],
-            "surrogate": [None, None][: 1 + surrogates.takes_bounds(self.surrogate)],
+            "surrogate": [None, None][: 1 + takes(self.surrogate, "bounds")],
             "shaping": [np.array([1, 2])],
             "correction": [np.zeros((1, 2)), mask],
         }
@@ -223,8 +220,8 @@ class Objective:
             function = getattr(self, name)
             if function is None:
                 continue
-            takes_whole = name == "advantages" and adv.takes_whole(function)
-            known = {"whole": whole} if takes_whole else {}
+            sees_all = name == "advantages" and takes(function, "whole")
+            known = {"whole": whole} if sees_all else {}
             try:
                 inspect.signature(function).bind(*values, **known)
             except TypeError as error:

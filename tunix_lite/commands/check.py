@@ -64,10 +64,10 @@ class Check:
 def main() -> None:
     # What a run would have of a GPU.
     prepare_gpu()
-    program.run_command("check", Check, check_machine)
+    program.run_command("check", Check, _check_machine)
 
 
-def check_machine(run: RunConfig, settings: Check) -> None:
+def _check_machine(run: RunConfig, settings: Check) -> None:
     """Prints a line for each stage, and ends the process with 1 after the first that fails."""
     # As little of a GPU's memory as can be: another program may be using it.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -167,6 +167,7 @@ def _devices() -> str:
 
 def _arithmetic() -> str:
     """Each device multiplies matrices of ones, whose product is known."""
+    # large enough to keep an accelerator busy, and over at once on a CPU
     side = 256 if jax.devices()[0].platform == "cpu" else 4096
     product = jax.jit(lambda x: x @ x)
     seconds = []
@@ -203,6 +204,7 @@ def _shared_folder() -> str:
     if is_first():
         _FOLDER.mkdir(parents=True, exist_ok=True)
         file.write_text("")
+    # nobody looks before the file is there
     allgather_values(0)
     seen = allgather_values(file.exists())
     if is_first():
@@ -229,6 +231,7 @@ def _fastest(run: Callable[[], jax.Array]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
+    # the fastest: others may use the device, too
     return max(min(times), 1e-9)
 
 

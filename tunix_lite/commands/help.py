@@ -83,6 +83,7 @@ def _topic(argv: list[str]) -> str | None:
     for i, word in enumerate(argv):
         flag, _, about = word.partition("=")
         if flag in ("--help", "-h"):
+            # the topic may be the next word, or stand behind a sign
             after = argv[i + 1] if i + 1 < len(argv) else ""
             return about or ("" if "=" in after or after.startswith("-") else after)
     return None

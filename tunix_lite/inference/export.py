@@ -174,6 +174,7 @@ def export(
     # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # a temporary folder is for its owner alone, and others may serve this one
     partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):
@@ -214,6 +215,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
     else:
         # Random weights, or the text part of a model with images or the like.
+        # what the model's own file says counts more than what its tokenizer says
         ids = {key: original.get(key, value) for key, value in ids.items()}
         if "bos_token_id" in original:
             ids["bos_token_id"] = original["bos_token_id"]

@@ -182,6 +182,7 @@ def copy_to_score(
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
+    # norms stay in float32, as in training
     dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
     return jax.tree.map(copy, params, dtypes)
 
@@ -251,6 +252,7 @@ def forward(
     if cfg.per_layer_dim:
         w = dict(params["per_layer"])
         one = weights(cfg)["per_layer"]["project"]
+        # the others are tables and norms, which are read as they are
         w["project"] = for_compute(w["project"], one, dtype, reduce_dtype)
         per_layer_LBTP = per_layer_inputs(w, cfg, tokens_BT, x_BTD)
     x_BTD = constrain(x_BTD, *_RESIDUAL)
@@ -260,7 +262,7 @@ def forward(
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
         of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
-        layers = by_stack(params["layers"], cfg)
+        layers = _by_stack(params["layers"], cfg)
         keys_and_values = {}
         for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
             x_BTD, keys_and_values[i] = of_layer(kind, i in cfg.sources.values())(
@@ -272,7 +274,7 @@ def forward(
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
 
-def by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
+def _by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
     """The weights of the layers of each stack, one layer after the other."""
 
     def of_stack(tree: Params, count: int) -> Iterator[Params]:

@@ -63,6 +63,7 @@ def read_adapter_config(
             )
     rank, alpha = _rank_and_alpha(folder)
     try:
+        # shapes alone: nothing is read before all is right
         header = hf.header(folder / TENSORS)
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
@@ -73,6 +74,7 @@ def read_adapter_config(
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
+    # What has adapters is what the tensors say: target_modules may be expressions.
     present = {module_of(name) for name in entries}
     paths = []
     table = flatten(decoder.weights(cfg))
@@ -208,6 +210,7 @@ def to_tensors(
     rank = most * lora.rank
     tensors = {}
     for name, (own, num_outputs) in adapted.items():
+        # zeros where a weight has no adapter: they add nothing
         a = np.zeros((rank, hf.hf_shape(own[0].weight)[1]), np.float32)
         b = np.zeros((num_outputs, rank), np.float32)
         for i, part in enumerate(own):

@@ -547,7 +547,11 @@ class TextStream:
         """The text that no later token can change and that was not returned before."""
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
-        if self._may_change(text):
+        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
+        # turn out to be none.
+        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
+        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
+        if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or ""):
             return ""
         new = text[len(self.shown) :]
 
@@ -569,16 +573,6 @@ class TextStream:
         self.done = 0
         self.shown = ""
         return new
-
-    def _may_change(self, text: str) -> bool:
-        """True if the next token may change the end of the text."""
-        if text.endswith("\ufffd"):
-            return True
-        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
-        # turn out to be none.
-        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
-        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
-        return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
 
 
 def _growth(part: dict) -> int:

@@ -239,6 +239,7 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
     axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
+    # a group may cover only a part of an axis
     group_sizes = [len(group) for group in groups]
     if len(set(crossed)) == 1 and (pairs or set(group_sizes) == {size}):
         return axis, size

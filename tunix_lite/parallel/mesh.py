@@ -128,6 +128,7 @@ def set_rules(rules: ShardingConfig) -> None:
 def use_rules(name: str, **changes: str | None) -> Iterator[None]:
     """Uses the rules of the table `name`, train or rollout, with these changes, inside the
     block."""
+    # a name for each table, so that rules within rules find theirs
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
     _active.append(key)
@@ -213,6 +214,7 @@ def make_mesh(
     Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
     """
     devices = jax.devices() if devices is None else devices
+    # a process without a device in the mesh would wait for ever
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, can_simulate=not has_peers
@@ -436,6 +438,7 @@ def current_platform() -> str:
 
 def devices_taken(mesh: Mesh) -> str:
     """Says how many devices the mesh takes: "8", or "2 of 8, the first ones"."""
+    # a GPU machine has a CPU device, too
     seen = jax.device_count(mesh.devices.flat[0].platform)
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 

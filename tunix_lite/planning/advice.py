@@ -124,6 +124,7 @@ def _few_changes(start: _Trial) -> _Trial:
     for i in range(len(CHANGES)):
         further = [*steps[:i], FARTHEST, *steps[i + 1 :]]
         changed = _applied(start, further).peak()
+        # a change that makes it larger is none of a remedy
         if changed <= peak:
             steps = further
             peak = changed
@@ -131,6 +132,7 @@ def _few_changes(start: _Trial) -> _Trial:
             break
 
     # Take them back as far as the run still fits, the most costly first.
+    # where nothing fits, no change may cost more than the least that was reached
     limit = max(capacity, peak)
     for i in reversed(range(len(CHANGES))):
         for fewer in range(steps[i]):

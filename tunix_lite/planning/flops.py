@@ -34,6 +34,7 @@ def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     lengths = [int(length) for length in lengths]
     widths = 0
     for kind in cfg.kinds:
+        # a gated delta net has no pairs of tokens
         if kind not in decoder.ATTENTION:
             continue
         pairs = 0

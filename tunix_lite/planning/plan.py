@@ -136,12 +136,14 @@ def assemble_plan(
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
         arguments += MemoryEstimate(resolved).teacher_table()
+        # by formula, and the compiler may have found a way with less
         gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
     if resolved.samples_beside_update:
         source, adds = made["update"]
+        # the devices hold both while one waits for the other
         sampling = sum(made["rollout"][1].values())
         made["update"] = source, adds | {"sampling beside it": sampling}
 
@@ -150,6 +152,7 @@ def assemble_plan(
         name = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
         if name in made and error.needed_bytes is not None:
             added = error.needed_bytes - sum(with_code.values())
+            # a refused program needs no less than the formula says
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
 
@@ -221,6 +224,7 @@ def with_choices(
         sized = resolved if size is None else resolved.with_micro_batch(size)
         chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
+        # sizes descend, so the first that fits is the largest
         if size is None or assemble_plan(machine, sized, {}).fits is not False:
             break
     return sized
@@ -293,6 +297,7 @@ def largest_micro_batch(
         try:
             peak = compile_one(size)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            # anything else is no matter of size, and the next one would fail, too
             if not isinstance(error, DoesNotFit) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             tried.append(f"{size}: refused by the compiler")

@@ -105,6 +105,7 @@ def compiled(
     seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
+    # one device sends nothing
     is_divided = math.prod(mesh_shape.values()) > 1
     return Compiled(
         name,
@@ -179,6 +180,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
     def decode() -> jax.stages.Lowered:
         programs, layered = made()
         temperature = jax.ShapeDtypeStruct((), jnp.float32)
+        # with them decoding sorts the vocabulary, which takes memory of its own
         has_cutoffs = programs.spec.cuts_off(programs.spec.generation.temperature)
         return programs.decode.lower(slots(), layered, temperature, has_cutoffs)
 

@@ -185,6 +185,7 @@ class _Cutter(ast.NodeTransformer):
             # it looks at nothing of the code
             return ast.Pass()
         self.checks.append(check)
+        # with a literal the comparison is made here, where the code cannot change it
         shown = [] if literals else names
         arguments = [ast.Constant(len(self.checks) - 1), ast.Constant(tuple(shown)), *left]
         return ast.Expr(ast.Call(ast.Name(REPORT, ast.Load()), arguments, []))

@@ -66,6 +66,7 @@ class InFlight:
         ):
             raise ValueError("lengths and reasons are out of range")
 
+        # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
         values = {name: np.split(arrays[name], ends)[: lengths.size] for name in OF_TOKENS}
         completions = [
@@ -148,23 +149,21 @@ class ConversationsInFlight:
                     f"{expected}"
                 )
         conversations = np.empty(shape[0], object)
-        conversations[:] = conversations_from(arrays["conversations"].tobytes(), shape)
+        conversations[:] = _conversations(arrays["conversations"].tobytes(), shape)
         rollout = Rollout(
             conversations=conversations, **{name: arrays[name] for name in types}
         )
         return cls(int(arrays["step"]), int(arrays["version"]), rollout)
 
 
-def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
+def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
     """Rebuilds the conversations of a rollout of so many rows and columns. Raises ValueError for a
     text that `ConversationsInFlight.as_arrays` does not make."""
     try:
         conversations = [
             Conversation(
                 [
-                    SampledTurn(
-                        int(turn["begin"]), int(turn["end"]), reply_from(turn["reply"])
-                    )
+                    SampledTurn(int(turn["begin"]), int(turn["end"]), _reply(turn["reply"]))
                     for turn in one["turns"]
                 ],
                 one["ended"],
@@ -189,11 +188,12 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
     return conversations
 
 
-def reply_from(fields: dict) -> TurnReply:
+def _reply(fields: dict) -> TurnReply:
     """An answer of an environment. Raises TypeError for fields or types that it does not have."""
     reply = TurnReply(**fields)
     for name, default in asdict(TurnReply()).items():
         value = getattr(reply, name)
+        # JSON writes 1.0 as 1
         kind = (int, float) if isinstance(default, float) else type(default)
         if not isinstance(value, kind):
             raise TypeError(f"{name} is {value!r}")

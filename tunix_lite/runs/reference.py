@@ -122,6 +122,7 @@ def reference_of(
         return None
     copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
     if model.lora:
+        # a copy, since the update donates what trains
         copied = partial(jax.tree.map, jnp.copy)
     if chosen.kept is None:
         trained = None if model.lora else copied(params)
@@ -134,6 +135,7 @@ def reference_of(
         # A start that made no checkpoint may have left one.
         if run_dir.is_first:
             shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
+        # all processes wait here: none may write into what the first one removes
         allgather_values(None)
         checkpoints = Checkpoints(run_dir.kept_reference)
         checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))

@@ -109,7 +109,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
-    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
+    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -154,7 +154,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     return replace(parts, reference=reference)
 
 
-def with_rewards_tried(parts: Parts) -> Parts:
+def _with_rewards_tried(parts: Parts) -> Parts:
     """The parts, after the first process has called the user's rewards on made-up completions of an
     example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
@@ -186,7 +186,7 @@ def find_parts(run: RunConfig) -> Parts:
                 check()
     with error_context(""):
         model = source.locate(run.model)
-    mesh, rollout_mesh = meshes_of(run)
+    mesh, rollout_mesh = _meshes_of(run)
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.algorithm, model)
 
@@ -199,7 +199,7 @@ def find_parts(run: RunConfig) -> Parts:
         run.generation.long_prompts,
         learned=run.algorithm.needs.demonstrations,
     )
-    data = check_task(run, task, resolved.batch.prompts)
+    data = _check_task(run, task, resolved.batch.prompts)
     return Parts(
         model,
         mesh,
@@ -252,7 +252,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     return replace(parts, resolved=replace(resolved, packing_reason=reason))
 
 
-def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
+def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
     """The mesh that learns, and the one that samples, if it has devices of its own. Raises
     ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
     than somebody meant."""
@@ -302,7 +302,7 @@ def _of_frozen(name: str) -> Iterator[None]:
         raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 
-def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
+def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
     example, or a prompt of the first update or of the evaluation, is not what the model and the
     algorithm can take."""
@@ -425,6 +425,7 @@ def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> 
                 ) from error
             return str(error)
         ours = json.loads(json.dumps(_fingerprint_of(parts)))
+        # what is not downloaded yet has no digest to compare
         names = [model.name for model in (parts.model, *parts.frozen_models.values())]
         if not is_downloaded and any(map(is_hub_name, names)):
             for values, name in product((ours, theirs), ("weights", "frozen_weights")):
@@ -442,6 +443,7 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
         template = parts.model.tokenizer.template
         if run_dir.is_first:
+            # one of an earlier run would be taken for ours
             run_dir.chat_template.unlink(missing_ok=True)
         if run_dir.is_first and template is not None:
             run_dir.chat_template.write_text(template.text, encoding="utf-8")

@@ -2,6 +2,8 @@
 `Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,21 +14,22 @@ import numpy as np
 
 from tunix_lite.basics.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.basics.plain_text import without_secrets
-from tunix_lite.basics.types import Metrics, TrainState
+from tunix_lite.basics.types import Batch, Metrics, TrainState
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.learner.optim import learning_rate_at, num_updates
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
-from tunix_lite.planning import report
+from tunix_lite.planning import flops, report
 from tunix_lite.planning.at_start import (
     check_fits,
     memory_line,
     plan_of_this_run,
     training_programs,
 )
-from tunix_lite.planning.hardware import of_device
+from tunix_lite.planning.hardware import Hardware, of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
@@ -47,7 +50,6 @@ from tunix_lite.runs.samples import (
 )
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
-from tunix_lite.runs.throughput import Throughput
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
@@ -129,7 +131,7 @@ class Watch:
             self.num_tokens = RunDir(earlier.parent).last_number(
                 "train/num_tokens", self.start
             )
-        self.trackers = open_trackers(session, self.start, is_measured=missing is None)
+        self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 
         # The profiler, and what the seconds of a step are set against.
         is_profiled = run.training.profile_communication and run_dir.is_first
@@ -137,6 +139,7 @@ class Watch:
         self.profile = Profile(run_dir.path if is_profiled else None, num_steps)
         closing.callback(self.profile.close)
         model = session.parts.model
+        # the mesh may take only some of the machine
         devices = session.parts.mesh.devices
         adapters = num_adapters(model)
         peaks = of_device(devices.flat[0])
@@ -153,6 +156,7 @@ class Watch:
             self.checkpoints.wait,
             self.start,
         )
+        # entered last, so left first: what it saves needs all that was opened before
         closing.enter_context(self.unfinished.kept(session.stopping))
 
     def before(self, state: TrainState) -> None:
@@ -188,6 +192,7 @@ class Watch:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
+        # they are counted by step
         self.learner.seconds.clear()
         console = self.session.console
         if number == self.start:
@@ -274,6 +279,7 @@ class Watch:
         self.unfinished.log_pending()
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
+        # a save that failed in the background is an error now, and not at the end of the run
         self.checkpoints.check()
         heartbeat(f"step {done.step}")
         reason = None
@@ -364,9 +370,7 @@ class Watch:
         session.console.show("measuring held-out accuracy")
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
-        evaluation = self.source.evaluate(
-            step, self.learner.policy_params(self.state), patience
-        )
+        evaluation = self.source.evaluate(self.learner.policy_params(self.state), patience)
         sampled = averages_of_samples(evaluation.metrics)
         session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
@@ -374,6 +378,7 @@ class Watch:
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
+            # the table of settings should not scroll away
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(rows, with_rewards=True)
@@ -445,7 +450,7 @@ class Watch:
         self.unfinished.on_disk = int(self.state.step)
 
 
-def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
+def _open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
     is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
     RunFailed, naming the tracker of the settings that cannot be opened."""
@@ -472,3 +477,45 @@ def open_trackers(session: Session, start: int, is_measured: bool) -> list[Track
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns seconds of a step into speeds. FLOPs are those of planning.flops, of the model, not of
+    the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
+    recomputation by remat does not count. Example: Throughput(cfg, 0, 8, None).metrics(batch,
+    update_seconds=0.5, step_seconds=2.0)."""
+
+    cfg: Architecture
+    trained_adapters: int  # parameters in adapters; 0: all weights train
+    num_devices: int
+    hardware: Hardware | None  # None: not in the table, so there is no MFU
+
+    def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
+        """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
+        lengths = np.asarray(batch.token_mask).sum(axis=1)
+        scored = int((np.asarray(batch.loss_weight) != 0).sum())
+        tokens = int(lengths.sum())
+        attention = flops.attention_flops(self.cfg, lengths)
+        done = flops.update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
+        rate = done / update_seconds
+        seen = {
+            "perf/tokens_per_second": tokens / step_seconds,
+            "perf/update_tokens_per_second": tokens / update_seconds,
+            "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
+            "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
+            "memory/peak_gb": peak_bytes() / 1e9,
+        }
+        mfu = flops.mfu(done, update_seconds, self.hardware, self.num_devices)
+        return seen if mfu is None else seen | {"perf/mfu": mfu}
+
+
+def peak_bytes() -> int:
+    """The most that was ever in use on one of this host's devices; on a CPU, by the process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    # CPU devices have no statistics
+    if all(s and "peak_bytes_in_use" in s for s in stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    # getrusage counts bytes on macOS and KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -74,6 +74,7 @@ def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) 
     overrides = []
     others = []
     for text, value in flags:
+        # the value may stand behind a space or a sign
         typed = re.split("[ =]", text)[0]
         name = typed.lstrip("-").replace("-", "_")
         hint = _meant(name, value, known) or Hint((), "there is no such setting")

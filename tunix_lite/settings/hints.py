@@ -158,6 +158,7 @@ def _fitting(
     # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""
     in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
+    # there the same word means another thing
     is_elsewhere = section in _STRICT and overrides and not in_place
     if is_elsewhere or not (overrides or each.note):
         return None

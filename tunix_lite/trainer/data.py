@@ -61,6 +61,7 @@ def check_data(
                     raise ValueError(
                         f"datum {i}: {name}: these are numbers, not {array.dtype}"
                     )
+                # checked as float32: a larger float64 becomes infinite there
                 for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
                     raise ValueError(
                         f"datum {i}: {name}[{t}] is {array[t]}; it must be finite"
@@ -117,9 +118,11 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
         width = min(_power_of_two(len(datum.tokens), LEAST_WIDTH), max_positions)
         by_width.setdefault(width, []).append(i)
     for width, indices in sorted(by_width.items()):
+        # memory grows with tokens, so wide rows come few at a time
         most = max(1, TOKENS_AT_ONCE // width)
         for start in range(0, len(indices), most * shards):
             chunk = indices[start : start + most * shards]
+            # a few short sequences take a program that others use too
             least = max(1, TOKENS_AT_LEAST // width)
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
 

@@ -121,7 +121,7 @@ class AgentExperience:
         self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
         endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
-        reward = reward or rewards_of(run.task)
+        reward = reward or _rewards_of(run.task)
         self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)
         session.closing.callback(self._runner.close)
         self._held: Experience | None = None
@@ -167,7 +167,7 @@ class AgentExperience:
         """See ExperienceSource: agents ask for nothing while the weights change."""
         return {}
 
-    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+    def evaluate(self, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
@@ -244,7 +244,7 @@ class AgentExperience:
         )
 
 
-def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
+def _rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
     """The weighted sum of a task's rewards, of one completion."""
 
     def reward(completion: str, example: dict) -> float:

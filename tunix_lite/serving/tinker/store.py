@@ -281,6 +281,7 @@ class Store:
         self.delete(draft)
         save(draft)
         self.delete(final)
+        # whole or not at all, should the server be killed here
         os.replace(draft, final)
         return final.relative_to(self.folder).as_posix()
 
