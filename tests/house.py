@@ -30,9 +30,10 @@ LOOP = ("tunix_lite/train.py", "fit")
 # The trace of a step by what its functions are for. "path" is what the first measurement (4,800 tokens at 68dc782)
 # was of, and what the bars of 48 functions and 3,900 tokens are for: from the loop to the gradient, without the watch,
 # the task with its grader, and the ground that all rooms stand on. The sampler and the model's forward pass are apart.
-PATH = ("train.py", "runs/experience.py", "runs/learner.py", "algorithms", "learner")
+# Bin packing is apart from it too: 68dc782 trained on padded rows, and training.packing=auto packs them now.
 TRACED = {
-    "path": PATH,
+    "packing": ("learner/packing.py",),
+    "path": ("train.py", "runs/experience.py", "runs/learner.py", "algorithms", "learner"),
     "task": ("tasks", "rewards", "workers", "environments"),
     "watch": ("runs", "tracking", "planning", "report", "settings", "distributed"),
     "ground": ("parallel", "basics"),

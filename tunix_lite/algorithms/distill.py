@@ -193,6 +193,7 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
     longest. Only tokens, their mask and their weights are in the batch.
     Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
     longest = max(map(len, prompts))
+    # prompts end where completions begin, so padding is on the left
     tokens = np.zeros((len(prompts), longest), np.int32)
     lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]
     mask = np.arange(longest) >= longest - lengths_B1

@@ -85,6 +85,7 @@ class Groups:
 
         advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
+        # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
         P, G = self.learned_PG.shape
         return Batch(
             tokens=self.rollout.tokens,

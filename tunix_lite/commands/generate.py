@@ -92,7 +92,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
                 if out is not None:
                     ended.write(_lines(completions, prompts))
                     return
-                with progress.line.hidden():
+                with progress.hidden():
                     for completion in completions:
                         prompt = prompts[completion.prompt]
                         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -218,6 +218,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
             row = json_of(line)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
+        # a line that is only a text is a prompt, too
         row = row if isinstance(row, dict) else {"prompt": row}
         prompt = row.get("prompt", row.get("messages"))
         is_messages = isinstance(prompt, list) and all(
@@ -227,6 +228,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
             raise ConfigError(
                 f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
             )
+        # a command has no tools to call, and a prompt that names some would be answered by calls
         if row.get("tools") is not None:
             raise ConfigError(f"{where}: has `tools`: serve the model, and send them to it")
         limit = row.get("max_new_tokens", most)

@@ -87,6 +87,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return mistake(f"a call is JSON of a name and arguments; this is {short_repr(text)}")
     values = []
     try:
+        # models write several calls one after the other, with ; or , between them
         while text:
             value, end = json.JSONDecoder().raw_decode(text)
             values += value if isinstance(value, list) else [value]
@@ -96,6 +97,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     calls = []
     for value in values:
         call = value if isinstance(value, dict) else {}
+        # some models wrap a call as the API does
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = call.get("name")
         keys = [key for key in ARGUMENTS if key in call]

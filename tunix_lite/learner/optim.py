@@ -139,6 +139,7 @@ class AdafactorConfig(LearningRateConfig):
         def rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
             return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
+        # optax takes norms over a stack of layers, as if it were one weight
         clip = _per_layer(
             lambda u, p, dims: u / jnp.maximum(1.0, rms(u, dims) / self.clip_rms), table
         )
@@ -467,6 +468,7 @@ def num_updates(opt_state: Any) -> int:
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 
-def learning_rate_at(cfg: LearningRateConfig, max_steps: int, step: int) -> float:
-    """The rate that update number `step` (from 0) used."""
-    return float(np.float32(_make_schedule(cfg, max_steps)(step)))
+def learning_rates(cfg: LearningRateConfig, max_steps: int) -> Callable[[int], float]:
+    """Returns the number of an update, from 0 -> the rate that it uses."""
+    schedule = _make_schedule(cfg, max_steps)
+    return lambda step: float(np.float32(schedule(step)))

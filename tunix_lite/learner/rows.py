@@ -109,6 +109,7 @@ def row_shapes(
     mesh: packed rows as many as could ever be needed. values: the fields of float32 that the batch
     has; streams: the names of its streams."""
     is_packed = layout.packing != "none"
+    # the most that could ever be needed, so that one program serves every batch
     num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
     R = num_rows if is_packed else num_sequences
     W = layout.width if is_packed else length

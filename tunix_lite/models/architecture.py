@@ -262,11 +262,13 @@ class Architecture:
             if is_number and (value < 0 or (value == 0 and field.default != 0)):
                 raise ValueError(f"{field.name}={value} must be above 0")
             most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
+            # a number from a stranger's file must not become an array that no machine has
             if isinstance(value, int) and value > most:
                 raise ValueError(
                     f"{field.name}={value} is beyond {most:,}, which no model has"
                 )
         num_factors = 0 if self.longrope is None else len(self.longrope.short_factors)
+        # the last layers read the keys of others
         first_reader = max(0, self.num_layers - self.kv_readers)
         with_sources = {*self.kinds[:first_reader]} & {"local", "global"}
         mistakes = {
@@ -334,6 +336,7 @@ class Architecture:
         theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
         frequency = theta ** -(np.arange(half) / half)
         if kind == "global":
+            # a frequency of 0 turns nothing
             frequency[int(half * self.global_rope_share) :] = 0
         if (long := self.longrope) is not None:
             is_long = self.max_positions > long.original_positions

@@ -426,6 +426,7 @@ def splash(
     def kernel(is_local: bool) -> Callable[..., jax.Array]:
         return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
 
+    # the kernel does not scale
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
     k_BTKH = _repeat_heads_for_tp(k_BTKH)
     v_BTKH = _repeat_heads_for_tp(v_BTKH)
@@ -433,6 +434,7 @@ def splash(
     arrays = (*heads_first, meta.segments)
     if isinstance(is_local, bool):
         return kernel(is_local)(*arrays).swapaxes(1, 2)
+    # In a scan over layers of both kinds the mask is chosen while it runs: a kernel has only one.
     return jax.lax.cond(is_local, kernel(True), kernel(False), *arrays).swapaxes(1, 2)
 
 
@@ -450,6 +452,7 @@ def _splash_kernel(
         head_mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
     else:
         head_mask = kernels.CausalMask((T, T))
+    # the largest that divides the row: a kernel takes no rest
     block = next(size for size in (512, 256, LANES) if T % size == 0)
     kernel = kernels.make_splash_mha(
         kernels.MultiHeadMask([head_mask] * (N // parts_of("heads"))),
@@ -555,6 +558,7 @@ def obstacle(
             % LANES,
             f"it takes heads in multiples of {LANES}, and head_dim is {H}": H % LANES,
         }
+    # the first of them is enough to say
     for reason, is_so in reasons.items():
         if is_so:
             return ValueError(reason)

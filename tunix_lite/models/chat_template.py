@@ -161,6 +161,7 @@ def as_template_reads(message: dict) -> dict:
     names = [name for name in REASONING if name in message]
     if not names:
         return message
+    # templates differ in the name, and a conversation may come from another model
     reasoning = message[names[0]]
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -171,6 +172,7 @@ def with_read_arguments(call: object) -> dict:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a call has a function with a name; this is {shown(call)}")
+    # a call without arguments is one without
     if "arguments" not in function:
         return dict(call)
     arguments = function["arguments"]

@@ -130,6 +130,7 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
         layer["per_layer_out"] = Weight((P, D), ("per_layer", "embed"))
         layer["per_layer_norm"] = _norm_weight(cfg, D)
     if cfg.layer_scalar:
+        # exact: it is part of the architecture, and no update may round it
         layer["layer_scalar"] = Weight((1,), ("norm",), ones, inputs=0, is_exact=True)
     return layer
 
@@ -470,6 +471,7 @@ def forward_by_layer(
     per_layer_LBTP = None
     if cfg.per_layer_dim:
         per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
+    # no loop over layers: each has a cache of its own, and may be of another shape
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
@@ -534,6 +536,7 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Array, None]:
     table_VD, tokens_BT = residuals
+    # A frequent token has thousands of summands, which bfloat16 would lose.
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
     gradient_VD = zeros_VD.at[tokens_BT].add(cotangent_BTD.astype(zeros_VD.dtype))
     return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None

@@ -632,21 +632,18 @@ def read_config(
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {_in_keys(str(error), named_family)}") from error
-
-
-def _in_keys(message: str, family: Family) -> str:
-    """A message of Architecture with the keys of config.json in place of its fields."""
-    share = "partial_rotary_factor"
-    keys = family.keys | {"rope_share": share, "global_rope_share": share}
-    keys |= {"pattern": family.kinds_key, "window": "sliding_window"}
-    keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
-    names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
-    fields_in_text = rf"\b({names})\b(?==| is not given)"
-    message = re.sub(fields_in_text, lambda field: keys[field[1]], message)
-    # Fields of rope objects are no words of other messages.
-    names = "|".join(ROPE_KEYS)
-    return re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
+        # A message of Architecture, with the keys of config.json in place of its fields.
+        share = "partial_rotary_factor"
+        keys = named_family.keys | {"rope_share": share, "global_rope_share": share}
+        keys |= {"pattern": named_family.kinds_key, "window": "sliding_window"}
+        keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
+        names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
+        fields_in_text = rf"\b({names})\b(?==| is not given)"
+        message = re.sub(fields_in_text, lambda field: keys[field[1]], str(error))
+        # Fields of rope objects are no words of other messages.
+        names = "|".join(ROPE_KEYS)
+        message = re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
+        raise ValueError(f"{file}: {message}") from error
 
 
 def _config_from(hf: dict, family: Family) -> Architecture:
@@ -781,8 +778,7 @@ def _one_rope(
     # Programs that read config.json do not agree on which one counts.
     if "full_attention" in newer:
         newer = _object(newer[kind], f"rope_parameters.{kind}")
-    # both spellings may stand in one file: transformers 5 writes the newer one, and people add the
-    # older
+    # both spellings may stand in one file, the newer for transformers, the older for other programs
     older = {"rope_theta": config.get(theta_key), **scaling}
     newer, older = (
         {

@@ -111,6 +111,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
                 f"{file.path}: {name}.{own} is {size}, and heads have {head_dim}: that is not "
                 "supported"
             )
+    # the format has no key for it
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -134,6 +135,8 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int, theta: float) -> dic
             f"{file.path}: {name}.rope.scaling.type={shown(kind)} is not supported; supported is "
             "none or linear"
         )
+    # llama.cpp keeps the divisors, and not the settings that they come from: the known settings are
+    # tried.
     tensor = file.tensors.get(ROPE_DIVISORS)
     if tensor is None:
         return {}

@@ -85,6 +85,7 @@ def init_stored(
     ) -> Leaf:
         if not is_quantized(leaf):
             return value.astype(leaf.dtype)
+        # scales are of one layer's weight, so a stack is packed layer by layer
         like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
         one = partial(quantize, like=like, inputs=w.inputs)
         return jax.vmap(one)(value) if w.is_stacked else one(value)
@@ -109,6 +110,7 @@ def quantize(
     """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
+    # a block of zeros has no scale
     largest = jnp.where(largest > 0, largest, 1.0)
     if isinstance(like, Int8):
         scales = largest / 127

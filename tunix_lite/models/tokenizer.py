@@ -111,7 +111,26 @@ class Tokenizer:
 
         # The special tokens, by the names that templates expect.
         config = small_object(folder, "tokenizer_config.json")
-        _add_tokens(backend, config, folder / "tokenizer_config.json")
+        # The flags of this file win in transformers, too.
+        file = folder / "tokenizer_config.json"
+        entries = config.get("added_tokens_decoder") or {}
+        if not isinstance(entries, dict):
+            raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
+        known = {one.content: one for one in backend.get_added_tokens_decoder().values()}
+        # sorted by number, so that new tokens get theirs
+        for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
+            if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+                raise ValueError(
+                    f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an "
+                    "object with a content"
+                )
+            # As transformers reads them: a flag that is not there is false, but `normalized` is
+            # true of a token that is not special.
+            flags = {"normalized": not entry.get("special")} | entry
+            flags = {name: bool(flags.get(name)) for name in FLAGS}
+            there = known.get(entry["content"])
+            if there is None or flags != {name: getattr(there, name) for name in FLAGS}:
+                backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         named = dict(config)
         # Older folders have a file of their own for them.
         if "added_tokens_decoder" not in config:
@@ -282,6 +301,7 @@ class Tokenizer:
             )
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
+        # plain values: a stranger's template may call any method of what it gets
         messages = [as_template_reads(message) for message in messages]
         for name in variables:
             if name in self.special or name.endswith("_token"):
@@ -617,28 +637,6 @@ def _panics_named() -> Iterator[None]:
         raise ValueError(f"tokenizer.json fails ({escaped(str(error))})") from error
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None:
-    """Gives tokens the flags of tokenizer_config.json, which win in transformers, too."""
-    entries = config.get("added_tokens_decoder") or {}
-    if not isinstance(entries, dict):
-        raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    # sorted by number, so that new tokens get theirs
-    for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise ValueError(
-                f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an object "
-                "with a content"
-            )
-        # As transformers reads them: a flag that is not there is false, but `normalized` is true
-        # of a token that is not special.
-        flags = {"normalized": not entry.get("special")} | entry
-        flags = {name: bool(flags.get(name)) for name in FLAGS}
-        there = known.get(entry["content"])
-        if there is None or flags != {name: getattr(there, name) for name in FLAGS}:
-            backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
-
-
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
     """The chat template of a folder. config: of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
@@ -681,6 +679,7 @@ def _eos_ids(
         ("config.json: text_config", config.get("text_config")),
     ):
         eos = content.get("eos_token_id") if isinstance(content, dict) else None
+        # Gemma has a list, Llama a number
         named = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if any(type(i) is not int or i < 0 for i in named):
             raise ValueError(

@@ -266,6 +266,7 @@ def split_devices(
             f"{as_text(own_shape)} takes {sampling}, model.mesh_shape={as_text(mesh_shape)} takes "
             f"{learning}, and jax sees {len(devices)}{pretend}"
         )
+    # -1 takes what sampling leaves
     learning = left if has_rest else known
     return list(devices[:learning]), list(devices[learning : learning + sampling])
 

@@ -129,6 +129,7 @@ class MemoryEstimate:
                     leaf.scales, leaf.scales.dtype
                 )
             else:
+                # norms and biases are computed with in float32, whatever the matrices are
                 is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
                 total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
         return total

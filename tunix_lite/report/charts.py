@@ -100,7 +100,19 @@ def curves(run: Evidence) -> list[Chart]:
                 label = as_words(name) if len(curve.metrics) > 1 else ""
                 # Beside the title: the first and the last number of the first metric.
                 note = note or " → ".join(number_text(x, curve.is_share) for x in ends(series))
-                lines += _curve_lines(series, label, color)
+                # The metric as it is, and where it has many steps its moving average over it. They
+                # are plain numbers: they are written as text.
+                steps = series.steps.tolist()
+                kind = "points" if series.name.startswith("eval/") else "line"
+                kind = kind if len(steps) < MANY else "faint"
+                lines.append(Line(label, steps, series.values.tolist(), color, kind))
+                if len(steps) >= MANY:
+                    # Wide enough that a curve of noisy rewards shows where it goes. Where the
+                    # window hangs over an end, the mean is of what there is.
+                    window = np.ones(max(len(steps) // 12, 4))
+                    counts = np.convolve(np.ones(len(steps)), window, "same")
+                    smooth = np.convolve(series.values, window, "same") / counts
+                    lines.append(Line(label, steps, smooth.tolist(), color))
         if any(any(line.values) for line in lines):
             charts.append(Chart(curve.title, lines, curve.is_share, note))
     return charts
@@ -123,25 +135,6 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
             [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
         )
     return names
-
-
-def _curve_lines(series: Series, name: str, color: int) -> list[Line]:
-    """A metric as it is, and where it has many steps its moving average over it."""
-    # plain numbers: they are written as text
-    steps = series.steps.tolist()
-    values = series.values.tolist()
-    if len(steps) < MANY:
-        kind = "points" if series.name.startswith("eval/") else "line"
-        return [Line(name, steps, values, color, kind)]
-    # wide enough that a curve of noisy rewards shows where it goes
-    window = np.ones(max(len(steps) // 12, 4))
-    # Where the window hangs over an end, the mean is of what there is.
-    counts = np.convolve(np.ones(len(steps)), window, "same")
-    smooth = np.convolve(series.values, window, "same") / counts
-    return [
-        Line(name, steps, values, color, "faint"),
-        Line(name, steps, smooth.tolist(), color),
-    ]
 
 
 def _thinned(line: Line) -> list[tuple[float, float]]:

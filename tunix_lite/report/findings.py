@@ -181,6 +181,7 @@ def _step_too_small(run: Evidence) -> _Shown:
     if run.num_steps < 5 or not 0 < step.largest < _SMALL_STEP:
         return None
     moves = f"an update moves a weight by {step.largest:.2g} of its usual size at most"
+    # a hundred times the limit, which is within what is common
     rate = run.number(_RATE, 0.0) * _SMALL_STEP / step.largest * 100
     shown = run.shown("train/grad_norm", "optimizer.max_grad_norm", "optimizer.warmup_steps")
     return [f"{moves}; 1e-5 to 1e-3 is common", *shown], [f"{_RATE}={rate:.1g}"]
@@ -263,6 +264,7 @@ def _reward_sign(run: Evidence) -> _Shown:
     if len(pairs) < 16 or not 0 < right.mean() < 1:
         return None
     ours, others = rewards[right > 0], rewards[right == 0]
+    # a few samples may differ by chance
     noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
     if ours.mean() >= others.mean() - max(4 * noise, 1e-6):
         return None

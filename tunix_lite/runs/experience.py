@@ -90,6 +90,7 @@ class FreshExperience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
         session = self._session
         task = session.task
+        resolved = self._learner.resolved
         overlap = self._learner.overlap
         updates = self._algorithm.updates_per_rollout
         parts = self._needs.mini_batches
@@ -101,7 +102,7 @@ class FreshExperience:
                 policy, task, examples, example_metrics = drawn
             elif update == 0:
                 policy = self._learner.policy
-                num_prompts = session.parts.batch.prompts * self._needs.mini_batches
+                num_prompts = resolved.batch.prompts * self._needs.mini_batches
                 examples = []
                 dropped = 0
                 for r in range(self._needs.rounds):
@@ -130,7 +131,7 @@ class FreshExperience:
                     rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
                     graded = None if graded is None else chosen_completions([graded], rows)
                     batch = jax.tree.map(lambda x: x[rows], batch)
-                laid_out, _ = session.parts.rows.lay_out(batch)
+                laid_out, _ = resolved.rows.lay_out(batch)
                 self._held = Experience(laid_out, batch, metrics, graded, updates)
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}

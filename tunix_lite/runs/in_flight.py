@@ -140,6 +140,7 @@ class ConversationsInFlight:
             if arrays[name].shape or arrays[name].dtype.kind not in "iu":
                 raise ValueError(f"`{name}` is {arrays[name].dtype} of {arrays[name].shape}")
         for name, dtype in types.items():
+            # two clock readings a row
             rows_shape = (*shape[:1], 2) if name == "seconds" else shape[:1]
             expected = shape if name in OF_ROLLOUT else rows_shape
             array = arrays[name]
@@ -176,6 +177,7 @@ def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
     if len(conversations) != shape[0]:
         raise ValueError(f"`conversations` has {len(conversations)} and not {shape[0]}")
     for one in conversations:
+        # turns follow one another, or advantages would go to wrong tokens
         places = [place for turn in one.turns for place in (turn.begin, turn.end)]
         if (
             not places

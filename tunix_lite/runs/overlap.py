@@ -43,7 +43,7 @@ class _BatchesInFlight:
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
         # examples of a rollout, and its updates
-        self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
+        self.count = session.parts.resolved.batch.prompts * algorithm.needs.mini_batches
         self._updates = algorithm.updates_per_rollout
         self._session = session
         self._drawn: dict[int, tuple[list[dict], Prompts, int]] = {}
@@ -224,6 +224,7 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
         on_finished: Callable[[int, Any], None] | None = None,
         partner: Any = None,
     ) -> Rollout:
+        # it was sampled before the algorithm asked, so it cannot be another one
         if len(prompts) * num_generations != len(rollout.tokens):
             raise ValueError(
                 "this algorithm samples something else than a group of each prompt; it needs "

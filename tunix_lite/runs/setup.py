@@ -20,7 +20,6 @@ from tunix_lite.basics.plain_text import device_name
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
-from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.hub import is_hub_name
@@ -41,7 +40,6 @@ from tunix_lite.runs.fingerprint import (
     read_fingerprint,
 )
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
@@ -83,16 +81,6 @@ class Parts:
     rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
     train_step: TrainStep | None = None
-
-    @property
-    def batch(self) -> BatchPlan:
-        """Returns the batch of an update: its prompts, completions and micro-batches."""
-        return self.resolved.batch
-
-    @property
-    def rows(self) -> RowLayout:
-        """Returns the layout of a batch's sequences in rows."""
-        return self.resolved.rows
 
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
         """Returns whether checkpoints in the run's own folder were made with other settings
@@ -162,7 +150,7 @@ def _with_rewards_tried(parts: Parts) -> Parts:
     if jax.process_index() or not (samples or run.evaluation.num_examples):
         return parts
     if samples:
-        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0][0]
+        example = parts.task.batch(parts.resolved.batch.prompts, run.seed, 0)[0][0]
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
@@ -317,6 +305,7 @@ def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
+        # what is wrong with the data shows before anything is compiled
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
         if held_out or not needs.demonstrations:
@@ -452,8 +441,8 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
 
 
 def _fingerprint_of(parts: Parts) -> dict:
-    run = packed_as(parts.resolved.run, parts.rows.packing)
-    batch = parts.batch
+    run = packed_as(parts.resolved.run, parts.resolved.rows.packing)
+    batch = parts.resolved.batch
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
@@ -501,15 +490,15 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
-    layout = parts.rows
+    layout = parts.resolved.rows
     packed = ""
     if layout.packing != "none":
         times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
         plural = "s" if layout.rows_per_part > 1 else ""
         counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
-        where = " a shard" if parts.batch.fsdp > 1 else ""
+        where = " a shard" if parts.resolved.batch.fsdp > 1 else ""
         packed = f", packed ({layout.packing}): {times}{counts}{where}"
-    rows.append(("batch", f"{parts.batch}{packed}"))
+    rows.append(("batch", f"{parts.resolved.batch}{packed}"))
     if resolved.packing_reason:
         rows.append(("packing", resolved.packing_reason))
     if run.algorithm.needs.demonstrations and run.task.environment is not None:
@@ -524,7 +513,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     lengths = f"prompt up to {prompt} tokens, completion up to {new}"
     rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
     if run.rollout.is_stale:
-        prompts = parts.batch.prompts
+        prompts = parts.resolved.batch.prompts
         overlap = "one_step: the next batch is sampled beside the update"
         if run.rollout.overlap == "carry":
             overlap = (
@@ -537,7 +526,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if objective := described(run.algorithm):
         rows.append(("objective", objective))
     max_steps = run.training.max_steps
-    rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
+    rate = describe(run.optimizer, parts.resolved.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
     rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
@@ -574,7 +563,7 @@ def run_metadata(parts: Parts) -> dict:
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
-        "batch": str(parts.batch),
+        "batch": str(parts.resolved.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
         # of adapters, those alone
         "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from tunix_lite.basics.types import Batch, Metrics, TrainState
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
-from tunix_lite.learner.optim import learning_rate_at, num_updates
+from tunix_lite.learner.optim import learning_rates, num_updates
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
@@ -133,7 +133,9 @@ class Watch:
             )
         self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 
-        # The profiler, and what the seconds of a step are set against.
+        # The rate of each update, the profiler, and what the seconds of a step are set against.
+        optimizer = learner.resolved.optimizer
+        self.learning_rate = learning_rates(optimizer, run.training.max_steps)
         is_profiled = run.training.profile_communication and run_dir.is_first
         num_steps = run.training.max_steps - self.start
         self.profile = Profile(run_dir.path if is_profiled else None, num_steps)
@@ -271,7 +273,8 @@ class Watch:
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
         self.check_sampler(done, metrics)
-        metrics |= self.observed(done)
+        if session.run.tracking.observers:
+            metrics |= self.observed(done)
         last = session.run.training.max_steps
         if is_due(done.step, session.run.evaluation.interval_steps, last):
             metrics |= self.evaluated()
@@ -306,7 +309,6 @@ class Watch:
 
     def numbers(self, done: StepDone) -> Metrics:
         """The metrics of a step: of collecting, of the update, and of the clock."""
-        run = self.session.run
         metrics = dict(done.experience.metrics)
         metrics |= {name: float(value) for name, value in done.learned.items()}
 
@@ -325,9 +327,7 @@ class Watch:
         metrics["train/num_tokens"] = self.num_tokens
 
         # The learning rate of this update, and where the time went.
-        metrics["train/learning_rate"] = learning_rate_at(
-            self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
-        )
+        metrics["train/learning_rate"] = self.learning_rate(self._updates_before)
         metrics |= self.learner.seconds | self._seconds
         metrics |= self.throughput.metrics(
             done.experience.batch, metrics["time/update"], metrics["time/step"]
@@ -352,6 +352,7 @@ class Watch:
                             f"{key!r} is not the name of a metric of yours: part/name, and the "
                             f"part is none of {', '.join(OUR_PARTS)}"
                         )
+                    # an observer may give a number of numpy or jax
                     number = np.asarray(value)
                     if number.shape or not np.issubdtype(number.dtype, np.number):
                         raise ValueError(f"{key} is {type(value).__name__}; give one number")
@@ -491,13 +492,22 @@ class Throughput:
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
 
+    @cached_property
+    def _of_one(self) -> tuple[float, float]:
+        # The cost of one token, and of one that is scored, which are the same in each step.
+        of_update = partial(flops.update_flops, self.cfg)
+        return of_update(1, 0, 0, self.trained_adapters), of_update(
+            0, 1, 0, self.trained_adapters
+        )
+
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
         lengths = np.asarray(batch.token_mask).sum(axis=1)
         scored = int((np.asarray(batch.loss_weight) != 0).sum())
         tokens = int(lengths.sum())
         attention = flops.attention_flops(self.cfg, lengths)
-        done = flops.update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
+        of_token, of_score = self._of_one
+        done = of_token * tokens + of_score * scored + 3 * attention
         rate = done / update_seconds
         seen = {
             "perf/tokens_per_second": tokens / step_seconds,

@@ -415,6 +415,7 @@ def _check_overlap(run: RunConfig) -> None:
     algorithm = run.algorithm
     updates = algorithm.updates_per_rollout
     staleness = run.rollout.max_staleness
+    # the algorithm alone knows whether it may learn from older weights
     stale = algorithm.needs.fresh
     reasons = {
         "the algorithm learns from demonstrations, and nothing is sampled": (
@@ -454,7 +455,14 @@ def build(kind: Kind, value: object, where: str = "") -> Any:
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:
-        _check_mesh_form(value, where)
+        # A run's model.json was read before, so its lists are tuples.
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        lists = is_pair and all(isinstance(part, list | tuple) for part in value)
+        if not lists or any(name not in AXES for name in value[1]):
+            wrong = "the axes are fsdp and tp"
+            if not lists:
+                wrong = f"expected two lists, got {shown(value)}"
+            raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
 
@@ -516,17 +524,6 @@ def plain(value: object) -> Any:
 
 def _path(named: type | Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _check_mesh_form(value: object, where: str) -> None:
-    """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
-    # A run's model.json was read before, so its lists are tuples.
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    lists = is_pair and all(isinstance(part, list | tuple) for part in value)
-    if lists and all(name in AXES for name in value[1]):
-        return
-    wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
-    raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
 
 
 def _expect_type(kind: type, value: object, where: str) -> Any:

@@ -141,8 +141,9 @@ class Console:
             if key.partition("/")[0] not in OUR_PARTS:
                 parts.append(f"{key} {value:.6g}")
         for key, (name, text) in LINE_METRICS.items():
-            if key in metrics:
-                parts.append(f"{name} {text.format(metrics[key])}")
+            if key not in metrics:
+                continue
+            parts.append(f"{name} {text.format(metrics[key])}")
             if key == "eval/accuracy":
                 averages = averages_of_samples(metrics).items()
                 parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]

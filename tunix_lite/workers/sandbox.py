@@ -92,6 +92,8 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
         process.kill()
         process.communicate()
         return {"status": "could not be ended in time", "why": ""}
+    # The code, or the kernel for lack of memory, has killed its watcher: that is the fault of the
+    # completion.
     if process.returncode < 0:
         how = f"killed the process that watched it (signal {-process.returncode})"
         return {"status": how, "why": ""}
@@ -132,6 +134,7 @@ def run(job: dict, folder: str) -> dict:
     output, writes_output = os.pipe()
     # pipe of the code's last words: that it came to its end, or why not
     reports_fd, writes_reports = os.pipe()
+    # a file in memory: a pipe would wait for a program that reads nothing
     code_input = os.memfd_create("input")
     os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
     os.lseek(code_input, 0, os.SEEK_SET)

@@ -94,7 +94,7 @@ class AgentExperience:
         self._algorithm = run.algorithm
         self._seed = run.seed
         self._config = config
-        self._rows = session.parts.rows
+        self._rows = session.parts.resolved.rows
         self._tokenizer = session.parts.model.tokenizer
         # An agent that asks for temperature 0 would say the same in each episode.
         names = ("temperature", "top_p", "top_k", "min_p")
@@ -143,7 +143,7 @@ class AgentExperience:
         G = self._algorithm.num_generations
         with error_context(f"step {step + 1}", RunFailed):
             examples, _ = self._session.task.batch(
-                self._session.parts.batch.prompts, self._seed, step // updates
+                self._session.parts.resolved.batch.prompts, self._seed, step // updates
             )
             examples = [one for one in examples for _ in range(G)]
             seed = seed_of_call(self._seed, step, 1)
@@ -180,6 +180,7 @@ class AgentExperience:
                 groups = self._ended(params, examples, seed, draw, count)
                 return self._graded(replace(groups, on_error="zero"), examples)
 
+        # no draw of ours: an agent asks for the temperature that it would use
         greedy = graded(self._seed, None, 1)
         metrics = {
             "eval/accuracy": float(np.mean(greedy.correct)),
