@@ -95,6 +95,7 @@ def batch_scaled(
     if mean not in ("group", "batch"):
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
+    # what is dropped would make the scale nan
     all_rewards = rewards_PG[is_kept_PG]
     centred = _centred_all(all_rewards)
     std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))

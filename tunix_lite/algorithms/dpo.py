@@ -173,6 +173,7 @@ def _best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     differ_P = (groups.kept_PG.sum(axis=1) >= 2) & (
         highest_PG.max(axis=1) > lowest_PG.min(axis=1)
     )
+    # rows of a group stand side by side
     first_P = np.arange(len(differ_P)) * G
     best_P = first_P + highest_PG.argmax(axis=1)
     worst_P = first_P + lowest_PG.argmin(axis=1)

@@ -328,6 +328,7 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
             return [together[row] for row in rows] if together else []
         return np.concatenate(values)[rows]
 
+    # they are of the batch, and not of a completion
     of_all = {"metrics", "weights", "num_generations"}
     names = {field.name for field in fields(Graded)} - of_all
     taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}

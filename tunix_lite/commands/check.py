@@ -129,6 +129,7 @@ def _in_time(name: str, fix: str, seconds: float) -> Iterator[None]:
 
 def _versions() -> str:
     """Python, jax and its plugins, which must be of one version."""
+    # plugins speak to jaxlib, and of another version they fail in odd places
     version = installed_version("jaxlib")
     texts = [f"python {platform.python_version()}", f"jax {installed_version('jax')}"]
     texts.append(f"jaxlib {version}")
@@ -157,9 +158,11 @@ def _devices() -> str:
     devices = jax.devices()
     first = devices[0]
     is_chosen = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms == "cpu"
+    # jax says nothing where its CUDA package is missing, and trains on the CPU
     if first.platform == "cpu" and shutil.which("nvidia-smi") and not is_chosen:
         raise ValueError("jax runs on the CPU, though there is nvidia-smi here")
     limits = [hardware.memory_limit(device) for device in jax.local_devices()]
+    # the least of all machines: it decides what fits
     every = [limit for part in allgather_values(limits) for limit in part]
     room = "" if None in every else f", {min(every) / 2**30:.1f} GiB each for a program"
     return f"{len(devices)} x {device_name(first.device_kind, first.platform)}{room}"

@@ -88,6 +88,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
             opened.enter_context(progress)
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
+                # the progress first: it counts what is printed below
                 progress.on_chunk(requests, {})
                 if out is not None:
                     ended.write(_lines(completions, prompts))
@@ -175,6 +176,7 @@ def _print_while_sampled(
         patience=SHORT_SECONDS,
     )
     with waiting:
+        # the first piece comes when all is compiled
         texts = [next(pieces)]
     print(escape_for_terminal(texts[0]), end="", flush=True)
     for text in pieces:

@@ -69,6 +69,7 @@ def answered(argv: list[str]) -> bool:
             print(help_on(about, argv))
             return True
         texts = [f"python {sys.version.split()[0]}"]
+        # by their metadata: importing jax takes seconds
         for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
             try:
                 texts.append(f"{name} {version(name)}")

@@ -156,6 +156,7 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     started = read_overrides(as_path(folder), []) or []
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
+    # where it wrote, and how it reported, changes no plan
     there = [one for one in started if not one.startswith(_NO_MATTER)]
     if {one for one in here if not one.startswith(_NO_MATTER)} != set(there):
         others = [word for word in words if word not in here]

@@ -174,6 +174,7 @@ def _checked_text(text: str, where: str) -> str:
             "most"
         )
     try:
+        # half a surrogate pair can be no token
         text.encode()
     except UnicodeEncodeError as error:
         raise NotATurn(

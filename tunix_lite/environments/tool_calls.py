@@ -155,6 +155,7 @@ def _of_node(node: ast.AST | None) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return ToolCall("", problem="a call is name(argument=value), with plain values")
     name = node.func.id
+    # tools are called by name, and the order of arguments is not known
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
     try:

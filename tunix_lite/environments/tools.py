@@ -65,6 +65,7 @@ class ToolEnvironment:
             raise ValueError(
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
+        # made once, which also checks them before the run
         self.schemas = [schema_of(tool) for tool in self.tools]
         self.names = [schema["function"]["name"] for schema in self.schemas]
         if twice := [name for name in self.names if self.names.count(name) > 1]:

@@ -206,6 +206,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
     named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
     source = model.source
+    # readers end a completion at any of them
     ids = {
         "eos_token_id": list(source.tokenizer.eos_ids),
         "pad_token_id": source.tokenizer.pad_id,

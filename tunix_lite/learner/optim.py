@@ -362,6 +362,7 @@ def _per_layer(
     one that counts layers."""
 
     def update(updates: Params, params: Params) -> Params:
+        # without a table no weight is a stack
         stacks = jax.tree.map(lambda _: False, params)
         if table is not None:
             stacks = jax.tree.map(lambda w: w.is_stacked, table, is_leaf=is_weight)

@@ -108,6 +108,7 @@ def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
     counts_BT = np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
     T = counts_BT.shape[1]
+    # here the token before is always in the column before
     previous_BT = np.broadcast_to(np.arange(T) - 1, counts_BT.shape)
     return Packed(
         source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
@@ -229,6 +230,7 @@ class _Unit(NamedTuple):
 
 
 def _check_predicted(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> None:
+    # a token is predicted by the one before it, so the first of a sequence never is
     predicted_BT = token_mask_BT.copy()
     predicted_BT[:, 1:] &= token_mask_BT[:, :-1]
     predicted_BT[:, :1] = False
@@ -283,12 +285,14 @@ def _units(tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape) -> I
         return
 
     def prompt_of(one: _Sequence) -> bytes:
+        # by its tokens: of two examples with one text the prompts are shared, too
         return tokens[one.start : one.start + one.prefix].tobytes()
 
     for _, neighbours in itertools.groupby(sequences, prompt_of):
         group = list(neighbours)
         prefix = group[0].prefix
         lengths = _Unit(prefix, group).lengths
+        # lanes first, and then as many in a row as it has
         rows = _first_fit(lengths, np.zeros(0, int), shape.lane_columns) // shape.num_lanes
         for row in range(rows.max() + 1):
             yield _Unit(prefix, [group[i] for i in np.flatnonzero(rows == row)])

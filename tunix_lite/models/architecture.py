@@ -36,6 +36,7 @@ class RopeScaling:
     original_positions: int | None = None
 
     def __post_init__(self):
+        # linear has the factor alone, Llama 3 all of them
         rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
         num_given = sum(x is not None for x in rest)
         if num_given not in (0, 3):

@@ -60,6 +60,7 @@ class ChatTemplate:
                 f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
                 "characters"
             )
+        # ours are known, and need no process to be tried in
         if text in _ours():
             return cls(text, where, compile_template(text))
         try:
@@ -81,6 +82,7 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template in {self.where} {_in_a_line(error)}"
             ) from error
+        # what we give ourselves, nobody sets
         names = [one for one in names if one not in _GIVEN and not one.endswith("_token")]
         for name in variables:
             if name not in names:

@@ -64,6 +64,7 @@ def weights(cfg: Architecture) -> dict:
         layers[stack] = {
             name: stacked(w, count) for name, w in layer_weights(cfg, kind).items()
         }
+    # where all layers are of one shape, their stack has no name of its own
     model["layers"] = layers.get(None, layers)
     if P := cfg.per_layer_dim:
         L = cfg.num_layers
@@ -381,6 +382,7 @@ def _scan_periods(
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
         first = Counter()
         for stack, neighbours in itertools.groupby(part):
+            # neighbours of one stack run in one loop, and so compile once
             stop = first[stack] + len(list(neighbours))
             arrays = jax.tree.map(
                 lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
@@ -561,6 +563,7 @@ def logits(
     product = partial(
         jnp.einsum, "...d,vd->...v", preferred_element_type=at_least_float32(hidden.dtype)
     )
+    # one token of each sequence: with so few rows a CPU is faster with the matrix first
     if hidden.ndim == 2 and not is_rounded(hidden.dtype):
         uncapped = jax.lax.platform_dependent(
             hidden,
@@ -746,6 +749,7 @@ def norm(
     normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
     if scale is None:
         return stored(normed, x.dtype)
+    # as Gemma computes it: 1 + scale would be rounded in bfloat16
     scale = scale.astype(x_wide.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 

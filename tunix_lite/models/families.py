@@ -900,6 +900,7 @@ def as_computed(cfg: Architecture) -> Architecture:
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
         unused |= {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    # a size that is written out and equals the other is no difference
     heads, head_dim = cfg.kv_shape("global")
     unused["global_kv_heads"] = None if heads == cfg.num_kv_heads else heads
     unused["global_head_dim"] = None if head_dim == cfg.head_dim else head_dim

@@ -244,6 +244,7 @@ def _taps(
     taps = []
     for back in range(net.taps):
         here = slice(ahead - back, ahead - back + T)
+        # a convolution must not reach into the sequence before, which stands in the same row
         is_own = numbers[:, here] == numbers[:, ahead:]
         taps.append((extended[:, here], is_own[..., None, None]))
     return taps

@@ -178,6 +178,7 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
     """The special tokens by name, and the chat template."""
+    # the format has numbers where others have texts
     tokens = file.array("tokenizer.ggml.tokens", str)
     config = {}
     for name, key in SPECIAL.items():

@@ -192,6 +192,7 @@ def _config(cfg: Architecture, family: Family) -> dict[str, Any]:
     keys = gguf_metadata.KEYS | gguf_metadata.OPTIONAL_KEYS
     if family.name in gguf_metadata.LAYERS_OF_27B:
         keys |= gguf_metadata.GEMMA_KEYS
+        # llama.cpp takes every nth layer as global, and no list
         by_key["sliding_window_pattern"] = first_global + 1
         by_key["rope_local_base_freq"] = cfg.rope_theta_local
     values = {own: kind(by_key[key]) for key, (own, kind) in keys.items() if by_key.get(key)}

@@ -237,6 +237,7 @@ def hf_shape(weight: Weight) -> tuple[int, ...]:
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
+        # heads are a dim of their own here, and rows on disk
         num_outputs = int(np.prod(weight.shape[weight.inputs :]))
         num_inputs = int(np.prod(weight.shape[: weight.inputs]))
         return num_outputs, num_inputs
@@ -523,6 +524,7 @@ def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
     def place(name: str) -> tuple[int, int]:
         parts = name.split(".")
+        # by number: as text, layer 10 would stand before layer 2
         if parts[1] == "layers":
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0

@@ -93,6 +93,7 @@ def _uniform_fan_in(inputs: int) -> Initializer:
         shape: tuple[int, ...],
         dtype: DTypeLike,
     ) -> jax.Array:
+        # the shape of one layer: a stack is made layer by layer
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 

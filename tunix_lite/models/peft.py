@@ -180,12 +180,14 @@ def from_tensors(
     of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
     for name, parts in hf.hf_parts(cfg, family).items():
         for part in (part for part in parts if f"{part.path}/a" in pairs):
+            # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
             for side, rows in (("a", slice(None)), ("b", part.rows)):
                 path = f"{part.path}/{side}"
                 tensor = np.asarray(tensors[_side(name, side)][rows], np.float32)
                 of_layers[path].append(hf.from_hf(tensor, unstacked(pairs[path])))
     loaded = {}
     for path, weight in pairs.items():
+        # parts come layer by layer
         value = np.stack(of_layers[path]) if weight.is_stacked else of_layers[path][0]
         loaded[path] = put(value, *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")

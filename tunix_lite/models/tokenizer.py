@@ -221,6 +221,7 @@ class Tokenizer:
         function = {"name": _PROBE, "description": "", "parameters": parameters}
         messages = [{"role": "user", "content": "Question"}]
         try:
+            # seen only by trying: a template may take tools and write nothing
             written = self.chat(messages, tools=[{"type": "function", "function": function}])
         except ValueError:
             return False
@@ -258,6 +259,7 @@ class Tokenizer:
         """Finds the special tokens and ends of turns that a text spells, [start, end) each."""
         if self._has_normalized:
             with _panics_named():
+                # a normalizer changes the text first, so no search in it would find them all
                 encoded = self.backend.encode(text, add_special_tokens=False)
             return [
                 span
@@ -365,6 +367,8 @@ class Tokenizer:
                 return read(turn["content"])
             messages = _conversation(read_quoted(conversation, read))
             values = read_quoted(variables, read)
+            # The answer is what the template writes behind the prompt: its markers belong to what
+            # is learned.
             before = self.chat(messages, **values)
             answered = [*messages, read_quoted(turn, read)]
             full = self.chat(answered, add_generation_prompt=False, **values)
@@ -460,6 +464,7 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Tokens by id: those that the tokenizer calls special, and those that end a turn."""
+        # some files do not mark the tokens that end a turn
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {
             *self.eos_ids
         }
@@ -619,6 +624,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
     except ValueError:
         raise
     except BaseException as error:
+        # a panic of Rust is no Exception of Python, and Ctrl-C is none either
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(

@@ -48,6 +48,7 @@ class TurnTokens:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        # environments repeat themselves, and templates take their time
         key = (tuple(tuple(sorted(message.items())) for message in messages), bool(ended))
         if key not in self._kept:
             if len(self._kept) >= MOST_KEPT:

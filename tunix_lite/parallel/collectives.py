@@ -101,6 +101,7 @@ def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
         numbers = [c.count, c.total_bytes, sent_bytes(c)]
+        # a sum with a guess in it would be a guess
         sums[c.kind, c.axis, c.count_known] += numbers
     totals = [
         CollectiveTotal(kind, axis, *numbers, count_known)

@@ -323,6 +323,7 @@ def elements_on_device(
 ) -> int:
     """Counts the elements of an array on a device of such a mesh, by arithmetic. Raises as
     `spec`."""
+    # a mesh without devices: a plan may be of any number of them
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     entries = spec(axes, shape, mesh, rules)
     parts = [1 if axis is None else mesh_shape[axis] for axis in entries]

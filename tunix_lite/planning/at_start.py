@@ -117,6 +117,7 @@ def plan_of_this_run(
     """The plan of a run that is about to start on the attached devices, with its
     `training_programs`. Raises ConfigError if the compiler refuses a program, but for packed rows:
     batches as they come may fit."""
+    # the programs that are compiled here are those that the run will use
     plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(

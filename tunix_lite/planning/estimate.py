@@ -164,6 +164,7 @@ class MemoryEstimate:
     ) -> str:
         """gathered or sharded, by the rule of rollout.memory. capacity: bytes of a device; None:
         whole weights are taken to fit. beside: what stays on it, where it is not `resident`."""
+        # nobody knows what is free, and gathered is faster
         if capacity is None and self.resolved.run.rollout.weights == "auto":
             return "gathered"
         stays = self.resident() if beside is None else beside
@@ -349,6 +350,7 @@ class MemoryEstimate:
             of_head = 4 * net.key_dim + 4 * net.value_dim + 3 * gated_delta_net.CHUNK
             in_float32 = 4 * n * net.num_value_heads // tp * of_head
         kinds = set(cfg.kinds_of_weights)
+        # layers run one after the other, so the largest counts
         heads = max(self._projected(kind)[0] for kind in kinds)
         mlp = max(decoder.layer_weights(cfg, kind)["gate"].shape[1] for kind in kinds)
         inputs = cfg.num_layers * cfg.per_layer_dim
@@ -368,6 +370,7 @@ class MemoryEstimate:
         heads = cfg.num_heads // tp
         kv_heads, head_dim = cfg.kv_shape(kind)
         declared = decoder.layer_weights(cfg, kind)
+        # heads that tp does not divide are repeated
         of_kv = -(-kv_heads // tp) * sum(name in declared for name in "kv")
         queries = 2 * heads if cfg.attn_gate else heads
         return (queries + of_kv) * head_dim, heads * head_dim

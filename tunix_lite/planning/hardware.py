@@ -290,6 +290,7 @@ def attached_machine() -> Machine:
     decide by the least."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
+    # a program that one device refuses ends the run on all
     limits = allgather_values(memory_limit(device))
     return Machine(
         "attached",

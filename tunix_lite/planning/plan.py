@@ -191,6 +191,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     adds = MemoryEstimate(resolved).rollout()
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
+    # both programs read the one copy, which is counted once
     copy = adds["weights to sample"]
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
@@ -247,6 +248,7 @@ def with_compiled(
     """The same plan, its programs compiled for these devices. The run's sharding rules become those
     of the process. Raises ConfigError."""
     resolved = plan.resolved
+    # said before minutes of compiling
     check_can_be_lowered(resolved, plan.machine.platform)
     sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
 
@@ -268,6 +270,7 @@ def compile_plan(
     """The plan of a run with these programs compiled, each by a call; the rest by formula."""
     done = {}
     refused = []
+    # elsewhere code lies in the memory of the host, or is too little to count
     code_on_device = machine.platform == "tpu"
     for name, compile_it in programs.items():
         try:

@@ -129,6 +129,7 @@ def relative_step(run: Evidence) -> Series:
     alpha = run.number("model.lora.alpha", 0.0)
     count = run.status.get("trained_parameters" if rank else "parameters")
     width = run.architecture.get("embed_dim")
+    # files of a run may lack any of them
     known = [count, width, rank] if rank else [count, width]
     if not all(map(_is_count, known)) or (rank and alpha <= 0):
         return moved.where(np.zeros(len(moved), bool))
@@ -393,6 +394,7 @@ def _evaluation_falls(run: Evidence) -> _Shown:
     if len(accuracy) < 2 or accuracy.first < 0.05:
         return None
     count = max(run.number("evaluation.num_examples", 256), 1)
+    # two shares of so many examples differ by as much without any change
     noise = 2 * np.sqrt(2 * accuracy.first * (1 - accuracy.first) / count)
     below = accuracy.largest - accuracy.last
     if accuracy.last > accuracy.first - noise and below < 0.15 + noise:

@@ -51,6 +51,7 @@ class _CutAssert:
         has_opaque = any(isinstance(value, _Opaque) for value in values)
         if has_opaque and not self.literals:
             return bool(own) != self.is_negated
+        # the process of the code sent only what it alone knows
         remaining = iter(values)
         operands = [
             self.literals[place] if place in self.literals else next(remaining)

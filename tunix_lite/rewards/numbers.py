@@ -149,6 +149,7 @@ def number_in(text: str) -> Fraction | None:
         return None
     rest = _without_scale(rest)
     larger_at = _larger_at(rest)
+    # what stands in a remark belongs to it, and not to the number
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None

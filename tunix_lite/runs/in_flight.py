@@ -45,6 +45,7 @@ class InFlight:
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
+        # an empty list would become float64
         types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS
         return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
 

@@ -150,6 +150,7 @@ def build_learner(session: Session) -> Learner:
     # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
     policy = policy_of(resolved, sampler, reference, frozen_models)
+    # between two chunks a rollout can be given up, and the state is whole
     between_chunks = session.stopping.check_between_chunks
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))

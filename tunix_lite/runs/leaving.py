@@ -108,6 +108,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     if start and evaluation.num_examples and due:
         rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
+    # the first process writes the file, and others may not see it
     row = allgather_values(row)[0]
     if row is None or "eval/accuracy" in row:
         return None

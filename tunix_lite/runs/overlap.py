@@ -342,6 +342,7 @@ class OneStepOffPolicy:
         self._began = step
         held = self._before or self._start_rollout(step, step, policy, params)()
         following = step + self._updates
+        # before the update, which donates the weights that it samples with
         self._under_way = self._start_rollout(following, step, policy, params)
         examples = self._batches.examples(step)
         self._batches.forget({following})

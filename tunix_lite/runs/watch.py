@@ -309,6 +309,8 @@ class Watch:
 
     def numbers(self, done: StepDone) -> Metrics:
         """The metrics of a step: of collecting, of the update, and of the clock."""
+        # a copy: the experience may be handed out again, and its metrics must stay those of
+        # collecting
         metrics = dict(done.experience.metrics)
         metrics |= {name: float(value) for name, value in done.learned.items()}
 
@@ -323,6 +325,7 @@ class Watch:
         # What was learned from, as far as a rollout has not been looked at before.
         if done.experience.metrics:
             metrics |= advantage_metrics(done.experience.batch)
+        # prompts too: they are computed as well
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
         metrics["train/num_tokens"] = self.num_tokens
 
@@ -508,6 +511,7 @@ class Throughput:
         attention = flops.attention_flops(self.cfg, lengths)
         of_token, of_score = self._of_one
         done = of_token * tokens + of_score * scored + 3 * attention
+        # of the update alone: sampling has another number of FLOPs
         rate = done / update_seconds
         seen = {
             "perf/tokens_per_second": tokens / step_seconds,

@@ -139,6 +139,7 @@ class ApiAnswer:
     ) -> dict:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         prompt = self.call.prompts[index // self.call.body.n]
+        # the prompt is said once, with the first piece
         begins = is_first or not of_stream
         text = piece.text
         if not self.call.is_chat:

@@ -538,6 +538,7 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
     fields = [field for field in dataclasses.fields(kind) if field.init]
     _refuse_unknown(values, [field.name for field in fields], where)
     empty = dataclasses.MISSING
+    # said here by name: Python would speak of an __init__
     required = [f.name for f in fields if f.default is empty and f.default_factory is empty]
     missing = ", ".join(name for name in required if name not in values)
     if missing and where:

@@ -119,6 +119,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     if family:
         return Hint((), family)
     # The longest name first: rollout.n is known, n is not.
+    # other projects nest their settings, and may nest them in another way
     parts = name.split(".")
     for start in range(len(parts)):
         each, is_ours = _index().get(".".join(parts[start:]), (None, False))

@@ -151,6 +151,7 @@ class ResolvedRun:
         rollouts = []
         algorithm = self.run.algorithm
         if not algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
+            # one rollout is for all of its mini-batches
             prompts = self.batch.prompts * algorithm.needs.mini_batches
             rollouts.append((prompts, algorithm.num_generations))
         if count := self.run.evaluation.num_examples:
@@ -319,6 +320,7 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     nothing from the hub. Raises ConfigError."""
     with error_context("model"):
         cfg = model.architecture
+        # a family of the user's own knows names that ours do not
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):
@@ -453,6 +455,7 @@ def with_defaults(
     why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
     the precision."""
     num_params = weights.num_params(decoder.weights(cfg))
+    # adapters bear a rate that would ruin all weights
     trains = what_trains(lora is not None, num_params)
     learned = learns_from(run.algorithm.needs)
     reasons = {}

@@ -199,6 +199,7 @@ def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
     mark = "right" if row.get("correct") else "wrong"
+    # a row may be of a file, and lack anything
     head = f"  {mark}  {_one_line(row.get('prompt'))}"
     if not row.get("turns"):
         answer = "no answer" if row.get("extracted") is None else _one_line(row["extracted"])

@@ -43,6 +43,7 @@ def check_data(
 ) -> None:
     """Raises ValueError for a datum that the model or the loss, which `needs` values, cannot
     take."""
+    # an empty sum would be a gradient of nothing
     if not data:
         raise ValueError("data is empty; give at least one Datum")
     for i, datum in enumerate(data):
@@ -88,6 +89,7 @@ def _check_ids(name: str, ids: Sequence[int], length: int, vocab_size: int) -> N
 
 def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
     try:
+        # lists of different lengths make no array
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name}: this is no list of numbers ({error})") from error

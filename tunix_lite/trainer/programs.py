@@ -90,6 +90,7 @@ class TrainerPrograms:
             params: Params, frozen: Params | None, number: jax.Array, batch: RowBatch
         ) -> Sums:
             grads, metrics = step.gradients(params, frozen, number, batch, places)
+            # in float32: calls add up, and bfloat16 would lose small ones
             return widen(grads), metrics
 
         def make() -> Gradients:

@@ -421,6 +421,7 @@ class Trainer:
         """The settings of decoder.forward besides weights, architecture and dtype."""
         training = self.run.training
         with error_context("training"):
+            # the widest row that a datum may make
             longest = self.cfg.max_positions
             name, _ = attention.choose(
                 training.attention, self.cfg, self._platform, self.dtype, longest, False
@@ -504,6 +505,7 @@ class Trainer:
             if lora is None:
                 shapes = weights.shapes(stored_table(decoder.weights(self.cfg), storage))
             else:
+                # shapes alone: the file has the values
                 shapes = weights.shapes(self.trained_table(lora), STORAGE[storage])
             _, params = load_trained(folder, shapes, kind_of(self.model_name, lora, False))
             return Weights(self, params, lora, self.run.seed)

@@ -27,6 +27,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"{what} took more than {seconds:g} seconds")
 
+    # put back at the end: a limit may stand inside of another one
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -49,6 +49,7 @@ class Endpoint:
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
         self._thread.start()
+        # an agent that calls too early would fail, and it would look like its own fault
         if not self._is_ready.wait(START_SECONDS) or self._failure is not None:
             raise ConfigError(f"the endpoint of the agents did not start: {self._failure}")
 
@@ -207,6 +208,7 @@ class AgentExperience:
         """An episode of each example, with these weights, until all have ended."""
         self._engine.set_params(self._prepare(params))
         opened = [
+            # a copy of its own: an agent may change what it gets
             self._episodes.open(dict(example), seed_of_call(seed, place, 0), draw)
             for place, example in enumerate(examples)
         ]
