@@ -74,7 +74,7 @@ def test_a_run_that_resumes_keeps_the_packing_that_it_began_with(tmp_path):
     assert compose([]).training.packing == "auto", "the default"
     for packing in ("none", "sequences", "prefix"):
         parts = resumed(tmp_path, {"packing": packing})
-        assert parts.resolved.rows.packing == parts.resolved.run.training.packing == packing
+        assert parts.rows.packing == parts.resolved.run.training.packing == packing
         assert parts.resolved.packing_reason == f"auto: {packing}, as in the run that goes on"
     assert resumed(tmp_path, {}, "training.packing=prefix").rows.packing == "prefix", "another by name"
     with pytest.raises(ConfigError, match="has packing=prefix, which these settings do not allow .*micro_batch_size"):

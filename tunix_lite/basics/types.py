@@ -317,6 +317,9 @@ class RowBatch:
         """Returns the fields that have rows, which are cut into micro-batches."""
         return self.replace(num_parts=None, constants=None)
 
+    def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
+        return self.replace(constants=constants)
+
 
 @flax.struct.dataclass
 class TrainState:

@@ -174,7 +174,7 @@ def export(
     # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    # a temporary folder is for its owner alone, and others may serve this one
+    # mkdtemp makes a folder that only its owner can read.
     partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):

@@ -72,10 +72,10 @@ def fused_draw(
     on_devices = jax.shard_map(
         on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return _best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
+    return best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
 
 
-def _best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
+def best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the best tokens of each row, [B] int32, the last one with NaN; and its
     log-probability, [B].
 
@@ -159,11 +159,12 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
 TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
-    """Element `counter` of jax.random.gumbel of this key, float32."""
-    # The two words of threefry-2x32 with 20 rounds, of the key and the counter (0, counter).
+def _threefry(
+    keys: tuple[jax.Array, jax.Array], low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The two words of threefry-2x32 with 20 rounds, of a key and the counter (0, low), uint32."""
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))
-    x, y = keys[0], counter + keys[1]
+    x, y = keys[0], low + keys[1]
     for group in range(5):
         for turn in TURNS[group % 2]:
             x = x + y
@@ -171,6 +172,12 @@ def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
             y = x ^ y
         x = x + schedule[(group + 1) % 3]
         y = y + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
+
+
+def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
+    """Element `counter` of jax.random.gumbel of this key, float32."""
+    x, y = _threefry(keys, counter)
     # 23 bits as a number from 0 to 1, and in place of 0 the smallest normal number.
     bits = ((x ^ y) >> jnp.uint32(9)).astype(jnp.int32)
     uniform = bits.astype(jnp.float32) * jnp.float32(2.0**-23)

@@ -108,7 +108,6 @@ def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
     counts_BT = np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
     T = counts_BT.shape[1]
-    # here the token before is always in the column before
     previous_BT = np.broadcast_to(np.arange(T) - 1, counts_BT.shape)
     return Packed(
         source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
@@ -230,7 +229,6 @@ class _Unit(NamedTuple):
 
 
 def _check_predicted(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> None:
-    # a token is predicted by the one before it, so the first of a sequence never is
     predicted_BT = token_mask_BT.copy()
     predicted_BT[:, 1:] &= token_mask_BT[:, :-1]
     predicted_BT[:, :1] = False

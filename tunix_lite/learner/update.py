@@ -117,12 +117,9 @@ class TrainStep:
         batch, keys_R = part
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:
-            # attached here, inside of what is differentiated: the gradient is that of the adapters
-            # alone
             acting = acting_params(frozen, params, self.lora, keys_R)
-            scores = self.policy.scores(acting, batch.replace(constants=constants))
+            scores = self.policy.scores(acting, batch.with_constants(constants))
             loss, metrics = self.algorithm.loss(scores, batch)
-            # for display alone
             entropy = jax.lax.stop_gradient(jnp.sum(batch.loss_weight * scores.entropy))
             return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}
 
@@ -159,11 +156,8 @@ def apply(
         ]
         new = form.unflatten(rounded)
 
-    # an optimizer may divide by what has become 0
     size = optax.tree.norm(updates)
     is_finite &= jnp.isfinite(size)
-    # The step is taken back on the devices: asking the host first would make each update wait for
-    # it.
     params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
     metrics = {
         "train/grad_norm": norm,

@@ -337,7 +337,6 @@ class Architecture:
         theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
         frequency = theta ** -(np.arange(half) / half)
         if kind == "global":
-            # a frequency of 0 turns nothing
             frequency[int(half * self.global_rope_share) :] = 0
         if (long := self.longrope) is not None:
             is_long = self.max_positions > long.original_positions

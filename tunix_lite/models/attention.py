@@ -429,7 +429,6 @@ def splash(
     def kernel(is_local: bool) -> Callable[..., jax.Array]:
         return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
 
-    # the kernel does not scale
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
     k_BTKH = _repeat_heads_for_tp(k_BTKH)
     v_BTKH = _repeat_heads_for_tp(v_BTKH)
@@ -437,7 +436,6 @@ def splash(
     arrays = (*heads_first, meta.segments)
     if isinstance(is_local, bool):
         return kernel(is_local)(*arrays).swapaxes(1, 2)
-    # In a scan over layers of both kinds the mask is chosen while it runs: a kernel has only one.
     return jax.lax.cond(is_local, kernel(True), kernel(False), *arrays).swapaxes(1, 2)
 
 

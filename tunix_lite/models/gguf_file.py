@@ -299,7 +299,6 @@ class _Cursor:
                     f"{self.path}: the tensor {escaped(name)} has {num_dims:,} dims; expected is "
                     "1 to 4"
                 )
-            # the format counts dims from the last on
             shape = self.unpack(f"{num_dims}Q", name)[::-1]
             number, offset = self.unpack("IQ", name)
             yield name, shape, number, offset

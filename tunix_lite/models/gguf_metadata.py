@@ -111,7 +111,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
                 f"{file.path}: {name}.{own} is {size}, and heads have {head_dim}: that is not "
                 "supported"
             )
-    # the format has no key for it
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:

@@ -79,7 +79,6 @@ def save_gguf(
         )
     num_bytes = {}
     for hf_name, shape in shapes.items():
-        # llama.cpp wants norms and biases in float32
         own = gguf.GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
         block, _ = gguf.GGML_QUANT_SIZES[own]
         if shape[-1] % block:

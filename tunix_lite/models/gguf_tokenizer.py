@@ -174,7 +174,6 @@ def _derived_merges(
     """The merges that a vocabulary implies, as in transformers: each cut of a token into two, by
     its score and the length of the first part, both falling. scores: None: the first token has the
     highest."""
-    # one object for each text: a merge list of millions of pairs then holds no copies
     same = {token: token for token in vocabulary}
     merges = []
     for token, number in vocabulary.items():

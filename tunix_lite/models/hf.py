@@ -67,7 +67,6 @@ class Tensors:
                     f"{folder / INDEX}: weight_map={shown(indexed)}; it is an object"
                 )
             for name, file in indexed.items():
-                # an index is a stranger's, and may name any file of this machine
                 if not isinstance(file, str) or "\0" in file or Path(file).name != file:
                     raise ValueError(
                         f"{folder / INDEX}: {escaped(name)} is said to be in {shown(file)}, which "
@@ -414,7 +413,6 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            # a tensor of several weights is counted once
             num_read += num_bytes[name] if first == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
@@ -617,7 +615,6 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
         str(file),
         metadata={"format": "pt"},
     )
-    # it can only be read by setting it
     mask = os.umask(0)
     os.umask(mask)
     file.chmod(0o666 & ~mask)

@@ -329,7 +329,6 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
     settings = replace(
         model,
         architecture=located.cfg,
-        # the checkpoint has the adapters: the folder that they began with may go
         lora=replace(located.lora, adapter=None) if located.lora else LoraConfig(),
         weights=absolute(model.weights),
         tokenizer=absolute(model.tokenizer),

@@ -624,7 +624,6 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
     except ValueError:
         raise
     except BaseException as error:
-        # a panic of Rust is no Exception of Python, and Ctrl-C is none either
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(

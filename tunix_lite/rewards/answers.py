@@ -130,11 +130,9 @@ class NumericAnswer:
             raise ValueError(
                 f"{wrong} is not a number; rewards.answers.ExactAnswer compares text"
             )
-        # an answer is at the end, and a long text takes long to search
         number = self._read(completion[-LOOKED_AT:])
         if number is None:
             return no_answer(f"it holds no number ({self.how})")
-        # fractions: 0.1 + 0.2 is 0.3 here
         allowed = max(
             Fraction(self.tolerance),
             Fraction(self.relative_tolerance) * abs(expected),

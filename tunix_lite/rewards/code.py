@@ -68,7 +68,6 @@ class PassesTests:
         passed = 0
         stopped = ""
         for test in tests:
-            # all tests together must end before the worker is given up
             left = min(self.seconds, deadline - time.monotonic())
             if left <= 0:
                 stopped = stopped or TOO_LONG
@@ -78,7 +77,6 @@ class PassesTests:
                 why = TOO_LONG
             passed += is_passed
             stopped = stopped or why
-            # the score is 0 already
             if self.all_or_nothing and not is_passed:
                 break
         score = float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)

@@ -51,7 +51,6 @@ class _CutAssert:
         has_opaque = any(isinstance(value, _Opaque) for value in values)
         if has_opaque and not self.literals:
             return bool(own) != self.is_negated
-        # the process of the code sent only what it alone knows
         remaining = iter(values)
         operands = [
             self.literals[place] if place in self.literals else next(remaining)
@@ -186,7 +185,6 @@ class _Cutter(ast.NodeTransformer):
             # it looks at nothing of the code
             return ast.Pass()
         self.checks.append(check)
-        # with a literal the comparison is made here, where the code cannot change it
         shown = [] if literals else names
         arguments = [ast.Constant(len(self.checks) - 1), ast.Constant(tuple(shown)), *left]
         return ast.Expr(ast.Call(ast.Name(REPORT, ast.Load()), arguments, []))

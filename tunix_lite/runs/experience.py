@@ -55,8 +55,8 @@ class ExperienceSource(Protocol):
         updates meanwhile is done; metrics of it."""
         ...
 
-    def evaluate(self, params: Params, patience: float) -> Evaluated:
-        """Evaluates the policy of now on evaluation.num_examples held-out examples.
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+        """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
         patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
         a signal ends it. params: as of `take`."""
         ...
@@ -142,7 +142,7 @@ class FreshExperience:
         overlap = self._learner.overlap
         return {} if overlap is None else overlap.beside_update()
 
-    def evaluate(self, params: Params, patience: float) -> Evaluated:
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
         session = self._session
         settings = session.run.evaluation

@@ -43,7 +43,7 @@ class _BatchesInFlight:
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
         # examples of a rollout, and its updates
-        self.count = session.parts.resolved.batch.prompts * algorithm.needs.mini_batches
+        self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
         self._updates = algorithm.updates_per_rollout
         self._session = session
         self._drawn: dict[int, tuple[list[dict], Prompts, int]] = {}

@@ -132,7 +132,6 @@ def reference_of(
         # A start that made no checkpoint may have left one.
         if run_dir.is_first:
             shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
-        # all processes wait here: none may write into what the first one removes
         allgather_values(None)
         checkpoints = Checkpoints(run_dir.kept_reference)
         checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))

@@ -20,6 +20,7 @@ from tunix_lite.basics.plain_text import device_name
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.hub import is_hub_name
@@ -40,6 +41,7 @@ from tunix_lite.runs.fingerprint import (
     read_fingerprint,
 )
 from tunix_lite.runs.reference import Reference, find_reference
+from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
@@ -82,6 +84,16 @@ class Parts:
     # the update, if it was compiled already to find what fits
     train_step: TrainStep | None = None
 
+    @property
+    def batch(self) -> BatchPlan:
+        """Returns the batch of an update: its prompts, completions and micro-batches."""
+        return self.resolved.batch
+
+    @property
+    def rows(self) -> RowLayout:
+        """Returns the layout of a batch's sequences in rows."""
+        return self.resolved.rows
+
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
         """Returns whether checkpoints in the run's own folder were made with other settings
         (resume.force=true)."""
@@ -97,7 +109,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
-    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
+    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -142,7 +154,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     return replace(parts, reference=reference)
 
 
-def _with_rewards_tried(parts: Parts) -> Parts:
+def with_rewards_tried(parts: Parts) -> Parts:
     """The parts, after the first process has called the user's rewards on made-up completions of an
     example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
@@ -150,7 +162,7 @@ def _with_rewards_tried(parts: Parts) -> Parts:
     if jax.process_index() or not (samples or run.evaluation.num_examples):
         return parts
     if samples:
-        example = parts.task.batch(parts.resolved.batch.prompts, run.seed, 0)[0][0]
+        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0][0]
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
@@ -174,7 +186,7 @@ def find_parts(run: RunConfig) -> Parts:
                 check()
     with error_context(""):
         model = source.locate(run.model)
-    mesh, rollout_mesh = _meshes_of(run)
+    mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.algorithm, model)
 
@@ -187,7 +199,7 @@ def find_parts(run: RunConfig) -> Parts:
         run.generation.long_prompts,
         learned=run.algorithm.needs.demonstrations,
     )
-    data = _check_task(run, task, resolved.batch.prompts)
+    data = check_task(run, task, resolved.batch.prompts)
     return Parts(
         model,
         mesh,
@@ -240,7 +252,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     return replace(parts, resolved=replace(resolved, packing_reason=reason))
 
 
-def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
+def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
     """The mesh that learns, and the one that samples, if it has devices of its own. Raises
     ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
     than somebody meant."""
@@ -290,7 +302,7 @@ def _of_frozen(name: str) -> Iterator[None]:
         raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 
-def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
+def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
     example, or a prompt of the first update or of the evaluation, is not what the model and the
     algorithm can take."""
@@ -305,7 +317,6 @@ def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
-        # what is wrong with the data shows before anything is compiled
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
         if held_out or not needs.demonstrations:
@@ -414,7 +425,6 @@ def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> 
                 ) from error
             return str(error)
         ours = json.loads(json.dumps(_fingerprint_of(parts)))
-        # what is not downloaded yet has no digest to compare
         names = [model.name for model in (parts.model, *parts.frozen_models.values())]
         if not is_downloaded and any(map(is_hub_name, names)):
             for values, name in product((ours, theirs), ("weights", "frozen_weights")):
@@ -432,7 +442,6 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
         template = parts.model.tokenizer.template
         if run_dir.is_first:
-            # one of an earlier run would be taken for ours
             run_dir.chat_template.unlink(missing_ok=True)
         if run_dir.is_first and template is not None:
             run_dir.chat_template.write_text(template.text, encoding="utf-8")
@@ -441,8 +450,8 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
 
 
 def _fingerprint_of(parts: Parts) -> dict:
-    run = packed_as(parts.resolved.run, parts.resolved.rows.packing)
-    batch = parts.resolved.batch
+    run = packed_as(parts.resolved.run, parts.rows.packing)
+    batch = parts.batch
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
@@ -490,15 +499,15 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
-    layout = parts.resolved.rows
+    layout = parts.rows
     packed = ""
     if layout.packing != "none":
         times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
         plural = "s" if layout.rows_per_part > 1 else ""
         counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
-        where = " a shard" if parts.resolved.batch.fsdp > 1 else ""
+        where = " a shard" if parts.batch.fsdp > 1 else ""
         packed = f", packed ({layout.packing}): {times}{counts}{where}"
-    rows.append(("batch", f"{parts.resolved.batch}{packed}"))
+    rows.append(("batch", f"{parts.batch}{packed}"))
     if resolved.packing_reason:
         rows.append(("packing", resolved.packing_reason))
     if run.algorithm.needs.demonstrations and run.task.environment is not None:
@@ -513,7 +522,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     lengths = f"prompt up to {prompt} tokens, completion up to {new}"
     rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
     if run.rollout.is_stale:
-        prompts = parts.resolved.batch.prompts
+        prompts = parts.batch.prompts
         overlap = "one_step: the next batch is sampled beside the update"
         if run.rollout.overlap == "carry":
             overlap = (
@@ -526,7 +535,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if objective := described(run.algorithm):
         rows.append(("objective", objective))
     max_steps = run.training.max_steps
-    rate = describe(run.optimizer, parts.resolved.batch.fsdp) + because(resolved.rate_reason)
+    rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
     rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
@@ -563,7 +572,7 @@ def run_metadata(parts: Parts) -> dict:
         "algorithm": type(run.algorithm).__name__,
         "seed": run.seed,
         "mesh": dict(parts.mesh.shape),
-        "batch": str(parts.resolved.batch),
+        "batch": str(parts.batch),
         "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
         # of adapters, those alone
         "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),

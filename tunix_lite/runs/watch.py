@@ -2,34 +2,32 @@
 `Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import jax
 import numpy as np
 
 from tunix_lite.basics.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.basics.plain_text import without_secrets
-from tunix_lite.basics.types import Batch, Metrics, TrainState
+from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.learner.optim import learning_rates, num_updates
-from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
-from tunix_lite.planning import flops, report
+from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_fits,
     memory_line,
     plan_of_this_run,
     training_programs,
 )
-from tunix_lite.planning.hardware import Hardware, of_device
+from tunix_lite.planning.flops import Throughput
+from tunix_lite.planning.hardware import of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
@@ -374,7 +372,9 @@ class Watch:
         session.console.show("measuring held-out accuracy")
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
-        evaluation = self.source.evaluate(self.learner.policy_params(self.state), patience)
+        evaluation = self.source.evaluate(
+            step, self.learner.policy_params(self.state), patience
+        )
         sampled = averages_of_samples(evaluation.metrics)
         session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
@@ -481,55 +481,3 @@ def _open_trackers(session: Session, start: int, is_measured: bool) -> list[Trac
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Turns seconds of a step into speeds. FLOPs are those of planning.flops, of the model, not of
-    the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
-    recomputation by remat does not count. Example: Throughput(cfg, 0, 8, None).metrics(batch,
-    update_seconds=0.5, step_seconds=2.0)."""
-
-    cfg: Architecture
-    trained_adapters: int  # parameters in adapters; 0: all weights train
-    num_devices: int
-    hardware: Hardware | None  # None: not in the table, so there is no MFU
-
-    @cached_property
-    def _of_one(self) -> tuple[float, float]:
-        # The cost of one token, and of one that is scored, which are the same in each step.
-        of_update = partial(flops.update_flops, self.cfg)
-        return of_update(1, 0, 0, self.trained_adapters), of_update(
-            0, 1, 0, self.trained_adapters
-        )
-
-    def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
-        """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
-        lengths = np.asarray(batch.token_mask).sum(axis=1)
-        scored = int((np.asarray(batch.loss_weight) != 0).sum())
-        tokens = int(lengths.sum())
-        attention = flops.attention_flops(self.cfg, lengths)
-        of_token, of_score = self._of_one
-        done = of_token * tokens + of_score * scored + 3 * attention
-        # of the update alone: sampling has another number of FLOPs
-        rate = done / update_seconds
-        seen = {
-            "perf/tokens_per_second": tokens / step_seconds,
-            "perf/update_tokens_per_second": tokens / update_seconds,
-            "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
-            "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
-            "memory/peak_gb": peak_bytes() / 1e9,
-        }
-        mfu = flops.mfu(done, update_seconds, self.hardware, self.num_devices)
-        return seen if mfu is None else seen | {"perf/mfu": mfu}
-
-
-def peak_bytes() -> int:
-    """The most that was ever in use on one of this host's devices; on a CPU, by the process."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    # CPU devices have no statistics
-    if all(s and "peak_bytes_in_use" in s for s in stats):
-        return max(s["peak_bytes_in_use"] for s in stats)
-    # getrusage counts bytes on macOS and KiB on Linux
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -214,7 +214,6 @@ class Server(Face):
                     most = self.settings.request_seconds
                     raise TimedOut(f"the request took more than {most:g} s")
                 index, new = arrival
-                # the engine may have drawn more before it heard that the choice is over
                 if choices[index].whole.finish_reason is not None:
                     continue
                 if new.reason == "error":

@@ -107,26 +107,14 @@ class CallReader:
     def feed(self, text: str) -> str:
         """The text that is part of no call, as far as one can know."""
         self._text += text
-        text = self._text
-        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
-        end = min(marks, default=len(text))
-        if not marks:
-            # the end may be the beginning of a mark
-            longest = max(map(len, _MARKS)) - 1
-            for length in range(min(longest, len(text)), 0, -1):
-                if any(mark.startswith(text[-length:]) for mark in _MARKS):
-                    end = len(text) - length
-                    break
-        is_call = text.lstrip().startswith(_BRACKETS)
-        free = 0 if is_call else len(text[:end].rstrip())
-        released = text[self._released : free]
+        free = self._free()
+        released = self._text[self._released : free]
         self._released = max(self._released, free)
         return released
 
     def end(self) -> tuple[str, list[dict]]:
         """The rest of the text, and the calls as the API writes them; one that cannot be read makes
         all of it text."""
-        # only the whole text says whether a call is one
         calls = calls_in(self._text)
         if not calls or any(call.problem for call in calls):
             return self._text[self._released :], []
@@ -141,3 +129,18 @@ class CallReader:
             }
             for call in calls
         ]
+
+    def _free(self) -> int:
+        """The end of the text that is no part of a call."""
+        text = self._text
+        if text.lstrip().startswith(_BRACKETS):
+            return 0
+        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
+        end = min(marks, default=len(text))
+        if not marks:
+            longest = max(map(len, _MARKS)) - 1
+            for length in range(min(longest, len(text)), 0, -1):
+                if any(mark.startswith(text[-length:]) for mark in _MARKS):
+                    end = len(text) - length
+                    break
+        return len(text[:end].rstrip())

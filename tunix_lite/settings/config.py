@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import Algorithm, Needs, takes
+from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
@@ -363,7 +363,6 @@ def _check_task(run: RunConfig) -> None:
     needs = run.algorithm.needs
     with error_context("task"):
         run.task.check_algorithm(bool(needs.demonstrations))
-        # workers get the functions by name or by pickle
         if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
@@ -387,7 +386,7 @@ def _check_task(run: RunConfig) -> None:
         )
     advantages = getattr(run.algorithm, "advantages", None)
     compares_turns = run.conversation.credit != "end" and advantages is not None
-    if compares_turns and takes(advantages, "whole"):
+    if compares_turns and "whole" in inspect.signature(advantages).parameters:
         raise ValueError(
             f"conversation.credit={run.conversation.credit} compares turns, and "
             "algorithm.advantages compares whole completions; set conversation.credit=end"

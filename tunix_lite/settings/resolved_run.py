@@ -320,7 +320,6 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     nothing from the hub. Raises ConfigError."""
     with error_context("model"):
         cfg = model.architecture
-        # a family of the user's own knows names that ours do not
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):

@@ -127,27 +127,13 @@ class Console:
         self._headline = _head_of(step, self._max_steps, None)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Prints the line of a step, `step 12/120 10% | reward 0.41 | ...`, and writes it to the
-        log. A `Tracker`."""
+        """Prints the line of a step, and writes it to the log. A `Tracker`."""
         if "time/step" in metrics:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
         self._headline = _head_of(step, self._max_steps, left)
-        # Those of LINE_METRICS that there are. The numbers of a user's observers come first, so
-        # that a narrow terminal shows them.
-        parts = [*self._headline]
-        for key, value in metrics.items():
-            if key.partition("/")[0] not in OUR_PARTS:
-                parts.append(f"{key} {value:.6g}")
-        for key, (name, text) in LINE_METRICS.items():
-            if key not in metrics:
-                continue
-            parts.append(f"{name} {text.format(metrics[key])}")
-            if key == "eval/accuracy":
-                averages = averages_of_samples(metrics).items()
-                parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
-        line = " | ".join(parts)
+        line = step_line(step, self._max_steps, metrics, left)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
         if "eval/accuracy" in metrics or is_due:
@@ -196,10 +182,27 @@ def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]
     return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
 
 
+def step_line(
+    step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
+) -> str:
+    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
+    of a user's observers come first, so that a narrow terminal shows them."""
+    parts = _head_of(step, max_steps, seconds_left)
+    for key, value in metrics.items():
+        if key.partition("/")[0] not in OUR_PARTS:
+            parts.append(f"{key} {value:.6g}")
+    for key, (name, text) in LINE_METRICS.items():
+        if key in metrics:
+            parts.append(f"{name} {text.format(metrics[key])}")
+        if key == "eval/accuracy":
+            averages = averages_of_samples(metrics).items()
+            parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
+    return " | ".join(parts)
+
+
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
     mark = "right" if row.get("correct") else "wrong"
-    # a row may be of a file, and lack anything
     head = f"  {mark}  {_one_line(row.get('prompt'))}"
     if not row.get("turns"):
         answer = "no answer" if row.get("extracted") is None else _one_line(row["extracted"])

@@ -27,7 +27,6 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"{what} took more than {seconds:g} seconds")
 
-    # put back at the end: a limit may stand inside of another one
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -49,20 +48,17 @@ def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
 
     def answer() -> None:
         if sys.platform == "linux":
-            # the limit is on top of what the parent has, which the child shares
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + CHILD_MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         try:
             result = (True, fn())
         except Exception as error:
-            # an exception of a stranger's class may not be picklable
             result = (False, RuntimeError(f"{type(error).__name__}: {error}"[:1000]))
         writing.send(result)
 
     child = fork.Process(target=answer, daemon=True)
     child.start()
-    # else the end of the child would not close the pipe
     writing.close()
     try:
         if not reading.poll(seconds):

@@ -92,8 +92,6 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
         process.kill()
         process.communicate()
         return {"status": "could not be ended in time", "why": ""}
-    # The code, or the kernel for lack of memory, has killed its watcher: that is the fault of the
-    # completion.
     if process.returncode < 0:
         how = f"killed the process that watched it (signal {-process.returncode})"
         return {"status": how, "why": ""}
@@ -134,7 +132,6 @@ def run(job: dict, folder: str) -> dict:
     output, writes_output = os.pipe()
     # pipe of the code's last words: that it came to its end, or why not
     reports_fd, writes_reports = os.pipe()
-    # a file in memory: a pipe would wait for a program that reads nothing
     code_input = os.memfd_create("input")
     os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
     os.lseek(code_input, 0, os.SEEK_SET)
@@ -379,10 +376,8 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.argv = ["solution.py"]
-    # held here, since the code may replace any of them
-    run, report, builtins_before = exec, _reporter(os.write), dict(vars(builtins))
+    run, report, builtins_before = exec, reporter(os.write), dict(vars(builtins))
     code, *tests = (compile(text, file, "exec") for text, file in steps)
-    # the code must not find its test by looking through frames
     steps.clear()
     names = {"__name__": name}
     run(code, names)
@@ -405,7 +400,7 @@ COMPARE = {
 }
 
 
-def _reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
+def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
     """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
     of the operands, a line each, for the process that compares them."""
     # not looked up by a name that the code can change

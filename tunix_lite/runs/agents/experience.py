@@ -95,7 +95,7 @@ class AgentExperience:
         self._algorithm = run.algorithm
         self._seed = run.seed
         self._config = config
-        self._rows = session.parts.resolved.rows
+        self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
         # An agent that asks for temperature 0 would say the same in each episode.
         names = ("temperature", "top_p", "top_k", "min_p")
@@ -144,7 +144,7 @@ class AgentExperience:
         G = self._algorithm.num_generations
         with error_context(f"step {step + 1}", RunFailed):
             examples, _ = self._session.task.batch(
-                self._session.parts.resolved.batch.prompts, self._seed, step // updates
+                self._session.parts.batch.prompts, self._seed, step // updates
             )
             examples = [one for one in examples for _ in range(G)]
             seed = seed_of_call(self._seed, step, 1)
@@ -168,7 +168,7 @@ class AgentExperience:
         """See ExperienceSource: agents ask for nothing while the weights change."""
         return {}
 
-    def evaluate(self, params: Params, patience: float) -> Evaluated:
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""

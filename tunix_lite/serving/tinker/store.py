@@ -136,7 +136,6 @@ class Store:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        # transactions begin where we say so, and threads take the lock
         how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
         self._db = sqlite3.connect(folder / _JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in _RECORDS}
@@ -210,7 +209,6 @@ class Store:
         """Writes a request into the journal, unless a client that heard no answer sends it again.
         seq: its number; None: the first free one from `least` on. Raises BadCall if the number was
         that of another request."""
-        # bodies are forgotten once they are done, and digests stay
         digest = hashlib.sha256(kind.encode() + b" " + body).digest()
         with self._lock:
             if seq is None:
@@ -283,7 +281,6 @@ class Store:
         self.delete(draft)
         save(draft)
         self.delete(final)
-        # whole or not at all, should the server be killed here
         os.replace(draft, final)
         return final.relative_to(self.folder).as_posix()
 

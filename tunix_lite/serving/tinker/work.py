@@ -65,7 +65,7 @@ class LiveModels:
     def _newest(
         self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
     ) -> "Weights":
-        # put at the end: the first is the one used longest ago
+        # Put in again, as a dict keeps the order in which keys came.
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
