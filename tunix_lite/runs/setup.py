@@ -15,6 +15,7 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
+from tunix_lite.basics.best import is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import device_name
 from tunix_lite.distributed.join import is_restart
@@ -42,7 +43,7 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.config import RunConfig, TrainingConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.messages import fields_of
@@ -323,8 +324,15 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
         check_embedded(task, task.learned)
+        rows = task.held_out(run.loss_examples, is_learned=True) if run.loss_examples else []
         for name in task.learned:
             task.demonstrations(first, name)
+            try:
+                task.demonstrations(rows, name)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; it is held out, and evaluation.loss_examples=0 measures no loss of it"
+                ) from error
     for name, teacher in needs.frozen_models.items():
         if teacher.prompt is not None:
             with error_context(f"algorithm.{name}"):
@@ -516,6 +524,10 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
+    if run.loss_examples:
+        rows.append(("held out", f"loss of {run.loss_examples:,} rows at each evaluation"))
+    if run.training.ranks:
+        rows.append(("best", described_best(run.training)))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
@@ -543,6 +555,20 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
+
+
+def described_best(training: TrainingConfig) -> str:
+    """`lowest eval/loss: 1 checkpoint is kept, and 3 measurements in a row without one end the run`,
+    or as much of it as holds."""
+    is_lower = is_lower_better(training.best_metric, training.best_is)
+    does = []
+    if kept := training.keep_best_checkpoints:
+        does.append(f"{kept} checkpoint{'s are' if kept > 1 else ' is'} kept")
+    if patience := training.early_stopping_patience:
+        does.append(f"{patience} measurements in a row that are no new best end the run")
+    return (
+        f"{'lowest' if is_lower else 'highest'} {training.best_metric}: {', and '.join(does)}"
+    )
 
 
 def rollouts_behind(run: RunConfig) -> int:

@@ -333,10 +333,14 @@ class Task:
             return str(error)
         return ""
 
-    def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples that fit. Raises ValueError if too few do."""
-        look = replace(self, learned=()).look if self.leaves_out else None
-        return first_fitting(self.config.source.held_out, count, look)
+    def held_out(self, count: int, is_learned: bool = False) -> list[dict]:
+        """The first `count` held-out examples that fit. Raises ValueError if too few do.
+        is_learned: with what the algorithm learns from, for its loss; else their prompts are
+        enough."""
+        looked_at = self if is_learned else replace(self, learned=())
+        look = looked_at.look if self.leaves_out else None
+        setting = "loss_examples" if is_learned else "num_examples"
+        return first_fitting(self.config.source.held_out, count, look, setting)
 
     # ---- tokens
 
