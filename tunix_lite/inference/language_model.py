@@ -316,8 +316,9 @@ def load(
     """Loads a model onto the devices. Raises ConfigError.
 
     model: "bundled", the folder of a run or a model, a name on the hub, or settings. step: of a
-    run, the checkpoint, or best; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype: of the
-    computation, fp32, bf16 or auto. family: as model.family; one of your own must be named here.
+    run, the checkpoint, or best; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype:
+    of the computation, fp32, bf16 or auto. family: as model.family; one of your own must be named
+    here.
 
     Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """

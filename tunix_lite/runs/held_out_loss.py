@@ -1,9 +1,10 @@
-"""The loss of held-out rows: the algorithm's own, in the rows and micro-batches of an update, without
-its gradient. Weights are normalised over all rows at once, so their parts only add up."""
+"""The loss of held-out rows: the algorithm's own, in the rows and micro-batches of an update,
+without its gradient. Weights are normalised over all rows at once, so their parts only add up."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,10 +20,10 @@ LEFT_OUT = ("train/entropy",)
 
 
 def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
-    """The loss of evaluation.loss_examples held-out rows under the weights of now, as eval/loss, and
-    the other metrics of the algorithm's loss. Of log-probabilities it is in nats per token, and
-    eval/perplexity its exponential. Raises RunFailed if data or a reward is wrong; StopRun if a
-    signal ends sampling."""
+    """The loss of evaluation.loss_examples held-out rows under today's weights, as eval/loss, and
+    the other metrics of the algorithm's loss; of a loss in nats a token also eval/perplexity, its
+    exponential. Raises RunFailed if data or a reward is wrong; StopRun if a signal ends
+    sampling."""
     run = learner.resolved.run
     needs = run.algorithm.needs
     size = learner.resolved.batch.sequences
@@ -76,7 +77,7 @@ def batches_of(batch: Batch, size: int) -> Iterator[Batch]:
     count = len(batch.tokens)
     for begin in range(0, count, size):
         places = np.arange(begin, begin + size)
-        part = jax.tree.map(lambda x: np.asarray(x)[places % count], batch)
+        part = jax.tree.map(partial(np.take, indices=places % count, axis=0), batch)
         weight = np.where((places < count)[:, None], part.loss_weight, np.float32(0))
         yield part.replace(loss_weight=weight)
 

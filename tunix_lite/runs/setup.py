@@ -331,7 +331,7 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                 task.demonstrations(rows, name)
             except ValueError as error:
                 raise ValueError(
-                    f"{error}; it is held out, and evaluation.loss_examples=0 measures no loss of it"
+                    f"{error}; this row is held out: evaluation.loss_examples=0 measures no loss"
                 ) from error
     for name, teacher in needs.frozen_models.items():
         if teacher.prompt is not None:
@@ -558,8 +558,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
 
 
 def described_best(training: TrainingConfig) -> str:
-    """`lowest eval/loss: 1 checkpoint is kept, and 3 measurements in a row without one end the run`,
-    or as much of it as holds."""
+    """What follows from training.best_metric, such as `lowest eval/loss: 1 checkpoint is kept`."""
     is_lower = is_lower_better(training.best_metric, training.best_is)
     does = []
     if kept := training.keep_best_checkpoints:

@@ -30,8 +30,8 @@ from tunix_lite.planning.at_start import (
     training_programs,
 )
 from tunix_lite.planning.hardware import of_device
-from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.experience import Experience, ExperienceSource
+from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,

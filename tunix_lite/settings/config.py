@@ -106,8 +106,8 @@ class TrainingConfig:
     save_interval_steps: int = 20
     # Number of newest checkpoints to keep, at least 1.
     keep_checkpoints: int = 2
-    # Number of checkpoints with the best best_metric to keep as well. A new best is saved at once. 0
-    # keeps none.
+    # Number of checkpoints to keep as well that are best by best_metric. A new best is saved at
+    # once. 0 keeps none.
     keep_best_checkpoints: int = 0
     # Metric that says which checkpoint is best (step=best), such as eval/accuracy or eval/loss.
     best_metric: str = "eval/accuracy"

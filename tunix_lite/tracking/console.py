@@ -50,8 +50,8 @@ def averages_of_samples(metrics: Metrics) -> Metrics:
 
 
 def scores_of(metrics: Metrics) -> Metrics:
-    """What status.json keeps of an evaluation, by name: accuracy, loss and `averages_of_samples`, as
-    far as there are numbers."""
+    """What status.json keeps of an evaluation, by name: accuracy, loss and `averages_of_samples`,
+    as far as there are numbers."""
     names = [name for name in ("accuracy", "loss") if f"eval/{name}" in metrics]
     scores = {name: metrics[f"eval/{name}"] for name in names} | averages_of_samples(metrics)
     return {name: value for name, value in scores.items() if is_number(value)}

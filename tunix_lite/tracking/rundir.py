@@ -298,7 +298,8 @@ class Status:
                 text = "{:.4f} → {:.4f}" if name == "loss" else "{:.1%} → {:.1%}"
                 words = f"held-out {name}" if name in ("accuracy", "loss") else as_words(name)
                 texts.append(f"{words} {text.format(*values)}")
-            lines.append((", ".join(texts), "bold green"))
+            if texts:
+                lines.append((", ".join(texts), "bold green"))
         if self.early_stopping:
             lines.append((self.early_stopping, "yellow"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
