@@ -190,16 +190,19 @@ def test_the_held_out_loss_of_distillation_is_the_same_in_any_number_of_parts(di
     """And of a teacher that is the policy itself it is 0."""
     settings = [ONE, "algorithm=distill", "algorithm.num_generations=2", f"algorithm.divergence={divergence}",
                 "generation.max_new_tokens=8", "evaluation.num_examples=0", "evaluation.loss_examples=3"]  # fmt: skip
+
+    def moved(params):
+        rng = np.random.default_rng(0)
+        return jax.tree.map(lambda x: x * (1 + 0.1 * rng.normal(size=x.shape)).astype(x.dtype), params)
+
     found = []
-    rng = np.random.default_rng(0)
     for prompts in (3, 2):
         learner, task = begun([*settings, f"training.prompts_per_step={prompts}"], tmp_path)
         task = replace(task, pool=None)
         same = held_out_loss(learner, task, learner.state)
         assert abs(same["eval/loss"]) < 2e-3, "the teacher is kept in bfloat16"
-        rng = np.random.default_rng(0)
-        moved = jax.tree.map(lambda x: x * (1 + 0.1 * rng.normal(size=x.shape)).astype(x.dtype), learner.state.params)
-        found.append(held_out_loss(learner, task, learner.state.replace(params=moved)))
+        state = learner.state.replace(params=moved(learner.state.params))
+        found.append(held_out_loss(learner, task, state))
     assert found[0].keys() == found[1].keys() and found[0]["eval/loss"] > 0.01
     for name, value in found[0].items():
         assert value == pytest.approx(found[1][name], rel=1e-4, abs=1e-6), name
