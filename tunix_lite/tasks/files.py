@@ -97,8 +97,8 @@ class FilesTaskConfig(TaskConfig):
         check_on_error(self.on_error)
         if self.held_out_every < 2:
             raise ValueError(
-                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves nothing to train "
-                "on"
+                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
+                "train on"
             )
         rewards = dict(self.rewards)
         if self.reward is not None:
