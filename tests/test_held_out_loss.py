@@ -27,7 +27,7 @@ from tunix_lite.train import train
 TINY = ["model=random", "model.architecture.num_layers=2", "model.architecture.vocab_size=512"]
 ONE = "model.mesh_shape=[[1,1],[fsdp,tp]]"
 # 10 rows, four at a time: the last part holds two
-SFT = [*TINY, "algorithm=sft", "training.prompts_per_step=4", "generation.max_new_tokens=40", "rewards.workers=0",
+SFT = [*TINY, "algorithm=sft", "training.prompts_per_step=4", "generation.max_new_tokens=48", "rewards.workers=0",
        "evaluation.num_examples=0", "evaluation.loss_examples=10", "evaluation.interval_steps=1",
        "optimizer.learning_rate=1e-2", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
        "tracking.tensorboard=false", "tracking.report=false"]  # fmt: skip
@@ -78,7 +78,9 @@ def test_the_loss_of_held_out_rows_is_that_of_the_checkpoint_in_float64(stopped)
     rows = rows_of(stopped)
     for step in (2, 4):
         model = load(stopped, step=step, mesh_shape=((1, 1), ("fsdp", "tp")))
-        tokens, mask, counts = task_of(run, model.tokenizer).demonstrations(run.task.source.held_out[:10])
+        tokens, mask, counts = task_of(run, model.tokenizer).demonstrations(
+            [run.task.source.held_out[i] for i in range(10)]
+        )
         logits = logits_of(model.params, model.cfg, tokens, mask)
         counted = np.asarray(counts)[:, 1:]
         loss = -logprobs_of(logits, tokens)[counted].mean()
@@ -165,7 +167,7 @@ def test_the_loss_of_held_out_pairs_is_dpos(tmp_path):
     settings = [*TINY, ONE, "algorithm=dpo", "task=preferences", f"task.train={file}", f"task.held_out={file}",
                 "algorithm.beta=0.5", "training.prompts_per_step=2", "training.packing=none",
                 "evaluation.num_examples=0", "evaluation.loss_examples=7"]  # fmt: skip
-    learner, task = begun(settings, tmp_path / "run")
+    learner, task = begun(settings, tmp_path)
     before = jax.tree.map(np.asarray, learner.state.params)
     rng = np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + (0.02 * rng.normal(size=x.shape)).astype(x.dtype), learner.state.params)

@@ -525,7 +525,8 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if parts.data:
         rows.append(("data", parts.data))
     if run.loss_examples:
-        rows.append(("held out", f"loss of {run.loss_examples:,} rows at each evaluation"))
+        count = min(run.loss_examples, len(run.task.source.held_out))
+        rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
     if run.training.ranks:
         rows.append(("best", described_best(run.training)))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
