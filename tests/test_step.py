@@ -173,7 +173,7 @@ def test_complex_weights_learn_over_a_mesh_as_by_hand(fsdp, parts, sync_every):
 
     def scores(params, batch):
         w_RW = params["w"][batch.tokens]
-        logprobs = jnp.real(w_RW * c.astype(np.complex64)[batch.tokens]) - jnp.abs(w_RW) ** 2
+        logprobs = jnp.real(w_RW * jnp.asarray(c, jnp.complex64)[batch.tokens]) - jnp.abs(w_RW) ** 2
         return TokenScores(logprobs, jnp.zeros_like(logprobs))
 
     batch = Batch(tokens=tokens, token_mask=np.ones((8, 5), bool), loss_weight=a)
