@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # last parts of the names of metrics, or their beginnings, of which less or more is better
-LOWEST = (
+_LOWEST = (
     "loss",
     "dpo_loss",
     "perplexity",
@@ -14,13 +14,20 @@ LOWEST = (
     "sampled_truncated",
     "failed",
 )
-HIGHEST = ("accuracy", "token_accuracy", "pair_accuracy", "margin", "reward", "sampled_reward")
-HIGHEST += ("avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match", "correct")
+_HIGHEST = (
+    "accuracy",
+    "token_accuracy",
+    "pair_accuracy",
+    "margin",
+    "reward",
+    "sampled_reward",
+)
+_HIGHEST += ("avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match", "correct")
 # metrics of eval/ that come of the loss of held-out rows; the others come of completions
 OF_LOSS = ("loss", "dpo_loss", "perplexity", "token_accuracy", "margin", "pair_accuracy")
 OF_LOSS += ("teacher_kl", "teacher_divergence")
 # parts of metrics that depend on the clock or the machine
-OF_THE_MACHINE = ("time", "perf", "memory")
+_OF_THE_MACHINE = ("time", "perf", "memory")
 
 
 def is_lower_better(metric: str, best_is: str = "auto") -> bool:
@@ -28,16 +35,16 @@ def is_lower_better(metric: str, best_is: str = "auto") -> bool:
     Raises ValueError for a name that says nothing, or that is of the clock.
     Example: is_lower_better("eval/loss") is true."""
     part, _, name = metric.partition("/")
-    if not part or not name or part in OF_THE_MACHINE:
+    if not part or not name or part in _OF_THE_MACHINE:
         raise ValueError(
             f"best_metric={metric!r} is no metric of learning; write it as metrics.jsonl does, "
             "such as training.best_metric=eval/loss"
         )
     if best_is != "auto":
         return best_is == "lowest"
-    if part == "reward" or name.startswith(HIGHEST):
+    if part == "reward" or name.startswith(_HIGHEST):
         return False
-    if not name.startswith(LOWEST):
+    if not name.startswith(_LOWEST):
         raise ValueError(
             f"best_metric={metric}: its name does not say what is better; add "
             "training.best_is=highest or training.best_is=lowest"

@@ -41,7 +41,6 @@ from tunix_lite.runs.evaluate import (
     evaluate,
     held_out_examples,
     model_scores,
-    references_of,
     rollout_sizes,
 )
 from tunix_lite.runs.samples import evaluation_rows
@@ -306,5 +305,5 @@ def _score(
             options.temperature,
             progress,
         )
-    scores = model_scores(evaluated, references_of(task, examples, options.reference))
+    scores = model_scores(evaluated, task.references(examples, options.reference))
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores

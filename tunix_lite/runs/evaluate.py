@@ -115,7 +115,7 @@ def held_out_examples(
     run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
 ) -> tuple[Task, list[dict]]:
     """The run's task, and its first `num_examples` held-out examples; None: all of them. reference:
-    as of references_of. Raises ConfigError if there are fewer, if a prompt is too long, or if an
+    as of Task.references. Raises ConfigError if there are fewer, if a prompt is too long, or if an
     example has no such field."""
     generation = run.generation
     task = Task(
@@ -141,27 +141,11 @@ def held_out_examples(
     return task, examples
 
 
-def references_of(
-    task: Task, examples: list[dict], field: str | None = None
-) -> list[str] | None:
-    """The text of each example that a completion should resemble: in this field, or without one the
-    demonstration that SFT would learn from. None: there are none, or not of every example."""
-    if field is not None:
-        return [str(example[field]) for example in examples]
-    if task.learned != ("completion",):
-        return None
-    try:
-        return [task.text.completion(example)[0].text for example in examples]
-    # an example has no demonstration
-    except ValueError:
-        return None
-
-
 def model_scores(
     evaluated: Evaluated, references: Sequence[str] | None
 ) -> dict[str, np.ndarray]:
     """The scores of a model by name, [E] float64 each: one number an example, nan where a reward
-    failed. references: of references_of."""
+    failed. references: of Task.references."""
     # Of the greedy completions; truncated is 1 where one ran out of length.
     greedy = evaluated.greedy
     rollout = greedy.rollout

@@ -10,7 +10,7 @@ from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 from tunix_lite.distributed.stopping import COMPILATION
-from tunix_lite.runs.evaluate import Evaluated, evaluate, references_of, rollout_sizes
+from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
@@ -133,7 +133,7 @@ class FreshExperience:
                 settings.num_samples,
                 settings.temperature,
                 progress,
-                references_of(task, examples),
+                task.references(examples),
             )
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:

@@ -16,7 +16,7 @@ from tunix_lite.runs.learner import Learner
 from tunix_lite.tasks.task import Task
 
 # metrics of a loss that are not about held-out rows
-LEFT_OUT = ("train/entropy",)
+_LEFT_OUT = ("train/entropy",)
 
 
 def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
@@ -50,8 +50,8 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
 
         # The sums of all parts, in float64.
         sums: dict[str, float] = {}
-        theirs = iter(()) if seen[0] is None else batches_of(seen[0], size)
-        for part in batches_of(batch, size):
+        theirs = iter(()) if seen[0] is None else _batches_of(seen[0], size)
+        for part in _batches_of(batch, size):
             if policy.compare is not None:
                 part = learner.policy.compare(part, next(theirs, None))
             rows, _ = learner.resolved.rows.lay_out(part)
@@ -63,7 +63,7 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     metrics = {
         f"eval/{name.removeprefix('train/')}": value
         for name, value in (collected | sums).items()
-        if name.startswith("train/") and name not in LEFT_OUT
+        if name.startswith("train/") and name not in _LEFT_OUT
     }
     if needs.held_out_loss == "nats":
         total = float(np.sum(batch.loss_weight, dtype=np.float64)) or 1.0
@@ -71,7 +71,7 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     return metrics
 
 
-def batches_of(batch: Batch, size: int) -> Iterator[Batch]:
+def _batches_of(batch: Batch, size: int) -> Iterator[Batch]:
     """The batch, `size` sequences at a time. The last part is filled up with sequences of the first
     that do not count, so that all parts have one shape."""
     count = len(batch.tokens)
@@ -87,7 +87,7 @@ def _in_parts(score: Callable[..., np.ndarray], size: int) -> Callable[..., np.n
 
     def scored(*arguments: object) -> np.ndarray:
         *params, batch = arguments
-        values = [score(*params, part) for part in batches_of(batch, size)]
+        values = [score(*params, part) for part in _batches_of(batch, size)]
         return np.concatenate(values)[: len(batch.tokens)]
 
     return scored

@@ -15,7 +15,6 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
-from tunix_lite.basics.best import is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import device_name
 from tunix_lite.distributed.join import is_restart
@@ -43,7 +42,7 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import RunConfig, TrainingConfig
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.messages import fields_of
@@ -528,7 +527,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         count = min(run.loss_examples, len(run.task.source.held_out))
         rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
     if run.training.ranks:
-        rows.append(("best", described_best(run.training)))
+        rows.append(("best", run.training.use_of_best))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
@@ -556,19 +555,6 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
-
-
-def described_best(training: TrainingConfig) -> str:
-    """What follows from training.best_metric, such as `lowest eval/loss: 1 checkpoint is kept`."""
-    is_lower = is_lower_better(training.best_metric, training.best_is)
-    does = []
-    if kept := training.keep_best_checkpoints:
-        does.append(f"{kept} checkpoint{'s are' if kept > 1 else ' is'} kept")
-    if patience := training.early_stopping_patience:
-        does.append(f"{patience} measurements in a row that are no new best end the run")
-    return (
-        f"{'lowest' if is_lower else 'highest'} {training.best_metric}: {', and '.join(does)}"
-    )
 
 
 def rollouts_behind(run: RunConfig) -> int:

@@ -154,6 +154,7 @@ class TrainingConfig:
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        is_lower_better(self.best_metric, self.best_is)
 
         # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
@@ -184,6 +185,18 @@ class TrainingConfig:
     def ranks(self) -> bool:
         """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
         return bool(self.keep_best_checkpoints or self.early_stopping_patience)
+
+    @property
+    def use_of_best(self) -> str:
+        """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
+        is_lower = is_lower_better(self.best_metric, self.best_is)
+        parts = []
+        if count := self.keep_best_checkpoints:
+            parts.append(f"{count} checkpoint{'s are' if count > 1 else ' is'} kept")
+        if count := self.early_stopping_patience:
+            parts.append(f"{count} measurements in a row that are no new best end the run")
+        which = "lowest" if is_lower else "highest"
+        return f"{which} {self.best_metric}: {', and '.join(parts)}"
 
     @property
     def is_packed(self) -> bool:
@@ -317,7 +330,24 @@ class RunConfig:
                 f"{_multiple(every, updates)} training.max_steps="
                 f"{_multiple(training.max_steps, updates)}"
             )
-        _check_best(self)
+
+        # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
+        evaluation = self.evaluation
+        if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:
+            raise ValueError(
+                f"evaluation.loss_examples={evaluation.loss_examples}: the loss of "
+                f"{type(self.algorithm).__name__} says nothing of held-out rows; leave it out, or "
+                "take algorithm=sft, dpo or distill"
+            )
+        part, _, name = training.best_metric.partition("/")
+        of = "loss" if name in OF_LOSS else "num"
+        count = self.loss_examples if of == "loss" else evaluation.num_examples
+        if training.ranks and part == "eval" and not count:
+            raise ValueError(
+                f"training.best_metric={training.best_metric} is not measured, as "
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric, such "
+                "as training.best_metric=eval/loss with algorithm=sft"
+            )
 
     @property
     def loss_examples(self) -> int:
@@ -380,31 +410,6 @@ def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -
         raise ValueError(
             f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one sequence, "
             "and a packed row has several; leave out one of the two"
-        )
-
-
-def _check_best(run: RunConfig) -> None:
-    """Raises ValueError for a held-out loss that the algorithm does not have, and for a best_metric
-    that no evaluation of the run measures."""
-    evaluation = run.evaluation
-    if evaluation.loss_examples and run.algorithm.needs.held_out_loss is None:
-        raise ValueError(
-            f"evaluation.loss_examples={evaluation.loss_examples}: the loss of "
-            f"{type(run.algorithm).__name__} says nothing of held-out rows; leave it out, or take "
-            "algorithm=sft, dpo or distill"
-        )
-    training = run.training
-    metric = training.best_metric
-    with error_context("training"):
-        is_lower_better(metric, training.best_is)
-    part, _, name = metric.partition("/")
-    is_of_loss = name in OF_LOSS
-    count = run.loss_examples if is_of_loss else evaluation.num_examples
-    if training.ranks and part == "eval" and not count:
-        setting = f"evaluation.{'loss' if is_of_loss else 'num'}_examples"
-        raise ValueError(
-            f"training.best_metric={metric} is not measured, as {setting} is 0 here; set it above "
-            "0, or name another metric, such as training.best_metric=eval/loss with algorithm=sft"
         )
 
 

@@ -342,6 +342,19 @@ class Task:
         setting = "loss_examples" if is_learned else "num_examples"
         return first_fitting(self.config.source.held_out, count, look, setting)
 
+    def references(self, examples: list[dict], field: str | None = None) -> list[str] | None:
+        """The text of each example that a completion should resemble: in this field, or without one
+        the demonstration that SFT learns from. None: there are none, or not of every example."""
+        if field is not None:
+            return [str(example[field]) for example in examples]
+        if self.learned != ("completion",):
+            return None
+        try:
+            return [self.text.completion(example)[0].text for example in examples]
+        # an example has no demonstration
+        except ValueError:
+            return None
+
     # ---- tokens
 
     @shared_errors()

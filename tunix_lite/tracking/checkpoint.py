@@ -39,7 +39,7 @@ _ABOUT = "about.json"
 _SKIPPED = "skipped_in_a_row"
 # its key for what was measured at this step, and the name of the checkpoint that is best by it
 _MEASURED = "measured"
-BEST = "best"
+_BEST = "best"
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 _IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
@@ -204,7 +204,7 @@ class Checkpoints:
         """This step; None: the newest; best: that of the best checkpoint. Raises ValueError if
         there is no such checkpoint."""
         steps = self.steps()
-        if step == BEST and steps:
+        if step == _BEST and steps:
             ranked = self.from_best(steps)
             if not ranked:
                 raise ValueError(

@@ -296,8 +296,9 @@ class Status:
                 if not all(map(is_number, values)):
                     continue
                 text = "{:.4f} → {:.4f}" if name == "loss" else "{:.1%} → {:.1%}"
-                words = f"held-out {name}" if name in ("accuracy", "loss") else as_words(name)
-                texts.append(f"{words} {text.format(*values)}")
+                is_held_out = name in ("accuracy", "loss")
+                what = f"held-out {name}" if is_held_out else as_words(name)
+                texts.append(f"{what} {text.format(*values)}")
             if texts:
                 lines.append((", ".join(texts), "bold green"))
         if self.early_stopping:
