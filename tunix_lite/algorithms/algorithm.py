@@ -176,6 +176,10 @@ class Needs:
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
     # can (rollout.overlap)
     fresh: str | None = None
+    # what its loss says of held-out examples: nats (of a token, so that its exponential is a
+    # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
+    # are sums then.
+    held_out_loss: str | None = None
 
     def __post_init__(self):
         if taken := set(TAKEN) & self.frozen_models.keys():

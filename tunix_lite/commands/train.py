@@ -130,8 +130,8 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
 
 
 def start(run: RunConfig, folder: Path) -> float | None:
-    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest;
-    None without an evaluation."""
+    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest, or
+    without completions the held-out loss; None without an evaluation."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
@@ -157,7 +157,8 @@ def start(run: RunConfig, folder: Path) -> float | None:
     if code := _exit_code_of(job.stopped):
         sys.exit(code)
     status, *_ = read_status(RunDir(folder).status)
-    return status.get("last", {}).get("accuracy")
+    last = status.get("last", {})
+    return last.get("accuracy", last.get("loss"))
 
 
 def _exit_code_of(reason: str | None) -> int:

@@ -211,7 +211,7 @@ def read_evidence(folder: Path) -> Evidence:
         folder,
         with_chosen_values(settings, fingerprint) if settings else fingerprint,
         [row for row in rows if "train/loss" in row or "train/skipped" in row],
-        [row for row in rows if "eval/accuracy" in row],
+        [row for row in rows if "eval/accuracy" in row or "eval/loss" in row],
         {step: lines for step, lines in samples.items() if lines},
         status,
         architecture if isinstance(architecture, dict) else {},

@@ -149,13 +149,15 @@ class FreshExperience:
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
         with SamplingProgress(session.console, counts, patience=patience) as progress:
             task = session.task
+            examples = task.held_out(settings.num_examples)
             return evaluate(
                 self._learner.policy,
                 task,
                 params,
-                task.held_out(settings.num_examples),
+                examples,
                 self._learner.seed_key,
                 settings.num_samples,
                 settings.temperature,
                 progress,
+                task.references(examples),
             )

@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.plain_text import shown
@@ -43,6 +44,7 @@ CHOICES = {
     "memory_check": ("stop", "warn"),
     "reduce_dtype": ("float32", "bfloat16"),
     "tp_reduce_dtype": ("float32", "bfloat16"),
+    "best_is": ("auto", "highest", "lowest"),
 }
 
 
@@ -104,8 +106,16 @@ class TrainingConfig:
     save_interval_steps: int = 20
     # Number of newest checkpoints to keep, at least 1.
     keep_checkpoints: int = 2
-    # Number of checkpoints with the best held-out accuracy to keep as well. 0 keeps none.
+    # Number of checkpoints to keep as well that are best by best_metric. A new best is saved at
+    # once. 0 keeps none.
     keep_best_checkpoints: int = 0
+    # Metric that says which checkpoint is best (step=best), such as eval/accuracy or eval/loss.
+    best_metric: str = "eval/accuracy"
+    # What is better: highest or lowest. auto knows it of accuracies, losses, rewards and the like.
+    best_is: str = "auto"
+    # The run ends after this many measurements of best_metric in a row that are no new best. null
+    # goes on.
+    early_stopping_patience: int | None = None
     # Save and stop within this many minutes, for the time limit of a cluster. null sets no limit.
     max_minutes: float | None = None
     # Seconds between SIGTERM and the end of the machine. The run warns if an update takes longer.
@@ -133,6 +143,8 @@ class TrainingConfig:
         )
         rule = "must be at least 1, or null to derive it"
         _check_numbers(self, sizes, lambda x: x >= 1, rule)
+        rule = "must be at least 1, or null to go on"
+        _check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
         counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
         _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
@@ -142,6 +154,7 @@ class TrainingConfig:
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        is_lower_better(self.best_metric, self.best_is)
 
         # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
@@ -169,6 +182,23 @@ class TrainingConfig:
             )
 
     @property
+    def ranks(self) -> bool:
+        """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
+        return bool(self.keep_best_checkpoints or self.early_stopping_patience)
+
+    @property
+    def use_of_best(self) -> str:
+        """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
+        is_lower = is_lower_better(self.best_metric, self.best_is)
+        parts = []
+        if count := self.keep_best_checkpoints:
+            parts.append(f"{count} checkpoint{'s are' if count > 1 else ' is'} kept")
+        if count := self.early_stopping_patience:
+            parts.append(f"{count} measurements in a row that are no new best end the run")
+        which = "lowest" if is_lower else "highest"
+        return f"{which} {self.best_metric}: {', and '.join(parts)}"
+
+    @property
     def is_packed(self) -> bool:
         """Returns whether rows are packed, and packing is not still to be chosen."""
         return self.packing in ("sequences", "prefix")
@@ -176,8 +206,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Completions of held-out prompts, before the first update, at every interval and after the
-    last: one greedy one of each, and samples."""
+    """What is measured before the first update, at every interval and after the last: completions
+    of held-out prompts, one greedy one of each, and samples; and the loss of held-out rows."""
 
     # Held-out examples in an evaluation. 0 turns evaluation off.
     num_examples: int = 256
@@ -186,11 +216,14 @@ class EvaluationConfig:
     # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
     # draws none.
     num_samples: int = 4
+    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples. 0
+    # turns it off.
+    loss_examples: int | None = None
     # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 0.7
 
     def __post_init__(self):
-        counts = "num_examples interval_steps num_samples"
+        counts = "num_examples interval_steps num_samples loss_examples"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.temperature <= 0:
             raise ValueError(
@@ -297,11 +330,33 @@ class RunConfig:
                 f"{_multiple(every, updates)} training.max_steps="
                 f"{_multiple(training.max_steps, updates)}"
             )
-        if training.keep_best_checkpoints and not self.evaluation.num_examples:
+
+        # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
+        evaluation = self.evaluation
+        if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:
             raise ValueError(
-                "training.keep_best_checkpoints ranks by held-out accuracy; "
-                "evaluation.num_examples is 0"
+                f"evaluation.loss_examples={evaluation.loss_examples}: the loss of "
+                f"{type(self.algorithm).__name__} says nothing of held-out rows; leave it out, or "
+                "take algorithm=sft, dpo or distill"
             )
+        part, _, name = training.best_metric.partition("/")
+        of = "loss" if name in OF_LOSS else "num"
+        count = self.loss_examples if of == "loss" else evaluation.num_examples
+        if training.ranks and part == "eval" and not count:
+            raise ValueError(
+                f"training.best_metric={training.best_metric} is not measured, as "
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric, such "
+                "as training.best_metric=eval/loss with algorithm=sft"
+            )
+
+    @property
+    def loss_examples(self) -> int:
+        """Returns the number of held-out rows whose loss is measured; 0: of none."""
+        evaluation = self.evaluation
+        if self.algorithm.needs.held_out_loss is None:
+            return 0
+        wanted = evaluation.loss_examples
+        return evaluation.num_examples if wanted is None else wanted
 
     @property
     def learning_temperature(self) -> float:
