@@ -192,14 +192,7 @@ def find_parts(run: RunConfig) -> Parts:
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.algorithm, model)
 
-    config = run.task.with_tokenizer(model.tokenizer)
-    if config is not run.task:
-        run = replace(run, task=config)
-        with error_context("task"), Progress(StandardError(), config.source.doing):
-            config.source.make()
-    resolved = with_packing(run, _resolver(model, mesh, frozen_models))
-    task = config.task_class(
-        config,
+    task = run.task.task(
         model.tokenizer,
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
@@ -207,6 +200,12 @@ def find_parts(run: RunConfig) -> Parts:
         learned=run.algorithm.needs.demonstrations,
         last_batch=None if run.training.epochs is None else run.training.last_batch,
     )
+    # of text, with its tokens
+    run = replace(run, task=task.config)
+    resolved = with_packing(run, _resolver(model, mesh, frozen_models))
+    if run.task.packs_rows:
+        with error_context("task"), Progress(StandardError(), task.config.source.doing):
+            task.describe()
     if run.training.epochs is not None:
         with error_context("task"):
             num_rows = len(task.counted_rows)

@@ -152,14 +152,9 @@ class TaskConfig:
     # whether its examples are rows that hold as many tokens as fit (tasks/text.py)
     packs_rows = False
 
-    @property
-    def task_class(self) -> "type[Task]":
-        """The class of its tasks."""
-        return Task
-
-    def with_tokenizer(self, tokenizer: Tokenizer) -> "TaskConfig":
-        """The same for a source whose examples are made of tokens."""
-        return self
+    def task(self, *arguments: Any, **settings: Any) -> "Task":
+        """Its Task, with these arguments after the settings."""
+        return Task(self, *arguments, **settings)
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """Raises ValueError if the algorithm cannot learn from this task. needs_demonstrations: it

@@ -65,11 +65,6 @@ class TextSource:
         split = "held_out" if self.config.held_out is None else "train"
         return self.files[-1].rows(split, self.config.row_tokens)
 
-    def make(self) -> None:
-        """Makes the tokens of all files, if they are not there. Raises ValueError."""
-        for split in SPLITS:
-            getattr(self, split)
-
     def doing(self, seconds: float) -> str:
         """What is done while tokens are made, for people."""
         made = sum(files.num_made for files in self.files)
@@ -86,8 +81,8 @@ class TextTaskConfig(TaskConfig):
     # what other tasks have, and rows of text do not
     prompt: str | None = unset(default=None)
     rewards: dict = unset(default_factory=dict)
-    correct: Callable = unset(default=TaskConfig.correct)
-    extract: Callable = unset(default=TaskConfig.extract)
+    correct: Callable | None = unset(default=None)
+    extract: Callable | None = unset(default=None)
     system: str | None = unset(default=None)
     learned_turns: str = unset(default="last")
     environment: Callable | None = unset(default=None)
@@ -137,16 +132,15 @@ class TextTaskConfig(TaskConfig):
             raise ValueError("separator is empty; null takes a file as one document")
         object.__setattr__(self, "source", TextSource(self))
 
-    @property
-    def task_class(self) -> type[Task]:
-        """The class of its tasks."""
-        return TextTask
-
-    def with_tokenizer(self, tokenizer: Tokenizer) -> "TextTaskConfig":
-        """The same with a source that has rows."""
+    def task(self, tokenizer: Tokenizer, *arguments: Any, **settings: Any) -> "TextTask":
+        """Its task, and settings whose source has rows of tokens."""
         made = copy.copy(self)
         object.__setattr__(made, "source", TextSource(self, tokenizer))
-        return made
+        return TextTask(made, tokenizer, *arguments, **settings)
+
+    def functions(self) -> dict[str, Callable]:
+        """Returns none: no completions are graded."""
+        return {}
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """See TaskConfig."""

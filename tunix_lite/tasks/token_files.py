@@ -1,9 +1,8 @@
 """Text files become files of tokens, once, and those become rows that are full.
 
-The text is cut into parts of some megabytes. Each part is tokenised by one process, and kept in the
-folder of a cache under a name that says what it was made of. So a later start finds it, every
-process finds the parts of all, and nobody has to remember a position: row i of n is a place in the
-files.
+The text is cut into parts. Each is tokenised by one process, and kept in a folder whose name says
+what it was made of. So a later start finds it, and so does every other process, and nobody has to
+remember a position: row i is a place in the files.
 
 Example: documents `a b c` and `d e`, an end token of 1, rows of 4 tokens. The tokens are a b c 1 d
 e 1; row 0 is `a b c 1` and row 1 is `1 d e 1`. A row begins with the last token of the one before,
@@ -14,7 +13,9 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import time
+from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,14 +65,13 @@ class _Piece(NamedTuple):
 def files_of(pattern: str) -> list[str]:
     """The files that a path or a pattern such as `corpus/*.txt` names, sorted. Raises
     ValueError."""
-    if is_address(pattern):
-        raise ValueError(f"{pattern}: {NO_ADDRESSES}")
     path = Path(pattern).expanduser()
     files = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))
     if not files:
-        raise ValueError(f"{pattern} names no file")
+        why = f": {NO_ADDRESSES}" if is_address(pattern) else " names no file"
+        raise ValueError(f"{pattern}{why}")
     for file in files:
-        if not file.endswith(FORMATS) or not Path(file).is_file():
+        if not file.endswith(FORMATS):
             raise ValueError(
                 f"{file} is no text file; its name ends with {', '.join(FORMATS)}"
             )
@@ -89,7 +89,7 @@ class TokenFiles:
     field: str = "text"
     separator: str | None = None
     special_tokens_in_data: str = "text"
-    # so many documents have one that is held out; 0: none
+    # one document in so many is held out; 0: none
     held_out_every: int = 0
     # of the process, and how many there are
     process: tuple[int, int] = (0, 1)
@@ -108,110 +108,82 @@ class TokenFiles:
         return parts
 
     @cached_property
-    def folder(self) -> Path:
-        """The folder of these tokens; its name says what they were made of."""
-        files = [
-            (Path(file).name, (seen := os.stat(file)).st_size, seen.st_mtime_ns)
-            for file in files_of(self.pattern)
-        ]
-        tokens = [self.tokenizer.backend.to_str(), self.tokenizer.start_ids, self.dtype.name]
-        about = [VERSION, PART_BYTES, self.field, self.separator, self.special_tokens_in_data]
-        made_of = json.dumps(
-            [files, *tokens, self.tokenizer.end_id, *about, self.held_out_every]
-        )
-        return self.cache / hashlib.sha256(made_of.encode()).hexdigest()[:16]
-
-    @cached_property
     def dtype(self) -> np.dtype:
         """The type of a token in the files."""
         last = max(self.tokenizer.vocabulary.values())
         return np.dtype(np.uint16 if last < 2**16 else np.uint32)
 
-    def rows(self, split: str, width: int) -> "TokenRows":
-        """The rows of a split, `train` or `held_out`, of `width` tokens each. The first call makes
-        what is missing of the tokens. Raises ValueError, with the place, for a malformed document;
-        OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        index, count = self.process
-        numbers = range(len(self.parts))
-        own = set(numbers[index::count])
-        last_seen = time.monotonic()
-        for i in sorted(numbers, key=lambda i: i not in own):
-            # another process makes it, or, if nothing comes from there, this one
-            is_mine = False
-            while not self._about(i).is_file():
-                is_mine = i in own or time.monotonic() - last_seen > PATIENCE
-                if is_mine:
-                    self._make(i)
-                else:
-                    time.sleep(0.05)
-            if not is_mine:
-                last_seen = time.monotonic()
-        about = [json.loads(self._about(i).read_text()) for i in numbers]
-        return TokenRows(self.folder, split, width, self.dtype, [one[split] for one in about])
+    @cached_property
+    def folders(self) -> list[Path]:
+        """The folder of each part's tokens."""
+        stats = ((Path(file).name, os.stat(file)) for file in files_of(self.pattern))
+        files = [(name, seen.st_size, seen.st_mtime_ns) for name, seen in stats]
+        tokenizer = self.tokenizer
+        tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
+        cut = [self.field, self.separator, self.special_tokens_in_data, self.held_out_every]
+        made_of = json.dumps([VERSION, PART_BYTES, files, tokens, cut])
+        folder = self.cache / hashlib.sha256(made_of.encode()).hexdigest()[:16]
+        return [folder / f"{i:06d}" for i in range(len(self.parts))]
 
     @property
     def num_made(self) -> int:
         """Counts the parts whose tokens are there."""
-        return sum(self._about(i).is_file() for i in range(len(self.parts)))
+        return sum(folder.is_dir() for folder in self.folders)
 
-    def _about(self, part: int) -> Path:
-        return self.folder / f"{part:06d}.json"
+    def rows(self, split: str, width: int) -> "TokenRows":
+        """The rows of a split, `train` or `held_out`, of `width` tokens each. The first call makes
+        what is missing of the tokens. Raises ValueError, with the place, for a malformed document;
+        OSError."""
+        index, count = self.process
+        last_seen = time.monotonic()
+        for i in sorted(range(len(self.parts)), key=lambda i: i % count != index):
+            # another process makes it, or, if nothing comes from there, this one
+            is_own = i % count == index
+            while not self.folders[i].is_dir():
+                is_own |= time.monotonic() - last_seen > PATIENCE
+                if is_own:
+                    self._make(i)
+                else:
+                    time.sleep(0.05)
+            last_seen = last_seen if is_own else time.monotonic()
+        return TokenRows(self.folders, split, width, self.dtype)
 
     def _make(self, number: int) -> None:
-        """Tokenises a part. Its json file comes last, and whole."""
-        unique = f".{os.uname().nodename}-{os.getpid()}"
+        """Tokenises a part. Its folder comes whole, of whoever is first."""
         splits = ("train", "held_out")
-        paths = {split: self.folder / f"{number:06d}.{split}" for split in splits}
-        ends: dict[str, list[int]] = {split: [] for split in splits}
-        totals = dict.fromkeys(splits, 0)
-        hashes = {split: hashlib.blake2b(digest_size=8) for split in splits}
-        with contextlib.ExitStack() as at_end:
-            files = {
-                split: at_end.enter_context(open(f"{path}.tokens{unique}", "wb"))
-                for split, path in paths.items()
-            }
-            for pieces in _together(self._pieces(self.parts[number])):
-                for piece, ids in zip(pieces, self._tokens(pieces)):
-                    every = self.held_out_every
-                    split = splits[bool(every) and (piece.number + 1) % every == 0]
-                    data = np.array(ids, self.dtype).tobytes()
-                    files[split].write(data)
-                    hashes[split].update(data)
-                    totals[split] += len(ids)
-                    if piece.is_end:
-                        ends[split].append(totals[split])
+        tokens = {split: array("I") for split in splits}
+        ends = {split: array("q") for split in splits}
+        for pieces in _together(self._pieces(self.parts[number])):
+            texts = [piece.text for piece in pieces]
+            try:
+                encoded = self.tokenizer.documents(texts, self.special_tokens_in_data)
+            except ValueError as error:
+                raise ValueError(f"{pieces[0].place} and after: {error}") from error
+            for piece, ids in zip(pieces, encoded):
+                every = self.held_out_every
+                split = splits[bool(every) and (piece.number + 1) % every == 0]
+                tokens[split].extend(self.tokenizer.start_ids if piece.is_start else ())
+                tokens[split].extend(ids)
+                if piece.is_end:
+                    tokens[split].append(self.tokenizer.end_id)
+                    ends[split].append(len(tokens[split]))
+        folder = self.folders[number]
+        folder.parent.mkdir(parents=True, exist_ok=True)
         about = {}
-        for split, path in paths.items():
-            os.replace(f"{path}.tokens{unique}", f"{path}.tokens")
-            of_ends = np.array(ends[split], np.int64)
-            of_ends.tofile(f"{path}.ends{unique}")
-            os.replace(f"{path}.ends{unique}", f"{path}.ends")
-            about[split] = {
-                "tokens": totals[split],
-                "documents": len(of_ends),
-                "digest": hashes[split].hexdigest(),
-            }
-        written = Path(f"{self._about(number)}{unique}")
-        written.write_text(json.dumps(about))
-        os.replace(written, self._about(number))
-
-    def _tokens(self, pieces: list[_Piece]) -> Iterator[list[int]]:
-        texts = [piece.text for piece in pieces]
-        how = self.special_tokens_in_data
-        try:
-            encoded = self.tokenizer.documents(texts, how)
-        except ValueError:
-            # which one it is
-            for piece in pieces:
-                try:
-                    self.tokenizer.documents([piece.text], how)
-                except ValueError as error:
-                    raise ValueError(f"{piece.place}: {error}") from error
-            raise
-        for piece, ids in zip(pieces, encoded):
-            before = self.tokenizer.start_ids if piece.is_start else ()
-            yield [*before, *ids, *([self.tokenizer.end_id] if piece.is_end else [])]
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, ignore_cleanup_errors=True
+        ) as made:
+            for split in splits:
+                of_split = np.array(tokens[split], self.dtype)
+                of_split.tofile(f"{made}/{split}.tokens")
+                np.array(ends[split], np.int64).tofile(f"{made}/{split}.ends")
+                digest = hashlib.blake2b(of_split, digest_size=8).hexdigest()
+                about[split] = [len(of_split), len(ends[split]), digest]
+            Path(made, "about.json").write_text(json.dumps(about))
+            os.chmod(made, 0o755)
+            # else another process was first
+            with contextlib.suppress(OSError):
+                os.rename(made, folder)
 
     def _pieces(self, part: _Part) -> Iterator[_Piece]:
         """The texts of a part that are not blank."""
@@ -227,24 +199,23 @@ class TokenFiles:
     def _documents(self, part: _Part) -> Iterator[tuple[str, str]]:
         """The documents of a part, with their places."""
         if part.file.endswith(".parquet"):
-            groups = range(part.begin, part.end)
-            for i, row in parquet_rows(part.file, groups, [self.field]):
+            rows = parquet_rows(part.file, [part.begin], [self.field])
+            for i, row in rows:
                 place = f"{part.file}, row {i} of group {part.begin + 1}"
                 yield place, _text_of(row, self.field, place)
             return
         is_text = part.file.endswith(".txt")
         separator = self.separator if is_text else "\n"
-        read_json = KINDS["jsonl"][1]
         for start, data in _separated(part, separator.encode()):
             place = f"{part.file}, byte {start}"
-            if not is_text and data.strip():
+            if is_text:
+                yield place, _decoded(data, place)
+            elif data.strip():
                 try:
-                    row = read_json(data)
+                    row = KINDS["jsonl"][1](data)
                 except ValueError as error:
                     raise ValueError(f"{place}: {error}") from error
                 yield place, _text_of(row, self.field, place)
-            elif is_text:
-                yield place, _decoded(data, place)
 
 
 def _text_of(row: dict, field: str, place: str) -> str:
@@ -276,14 +247,10 @@ def _separated(part: _Part, separator: bytes) -> Iterator[tuple[int, bytes]]:
         at = max(0, part.begin - len(separator))
         file.seek(at)
         data = file.read(part.end - at)
-        start = 0
+        start = len(BOM_UTF8) if not at and data.startswith(BOM_UTF8) else 0
         if part.begin:
             before = between.search(data)
-            if before is None:
-                return
-            start = before.end()
-        elif data.startswith(BOM_UTF8):
-            start = len(BOM_UTF8)
+            start = before.end() if before else len(data)
         while at + start < part.end:
             after = between.search(data, start)
             # a run of separators may go on behind what was read, and a text does
@@ -293,9 +260,7 @@ def _separated(part: _Part, separator: bytes) -> Iterator[tuple[int, bytes]]:
                 start = 0
                 after = between.search(data)
             yield at + start, data[start : after.start() if after else len(data)]
-            if after is None:
-                return
-            start = after.end()
+            start = after.end() if after else len(data) + part.end
 
 
 def _pieces_of_file(part: _Part) -> Iterator[_Piece]:
@@ -312,9 +277,8 @@ def _pieces_of_file(part: _Part) -> Iterator[_Piece]:
             place = f"{part.file}, byte {begin}"
             lines = file.readlines(min(AT_ONCE, part.end - begin)) if begin < part.end else []
             data = b"".join(lines)
+            data = data.removeprefix(BOM_UTF8) if is_start else data
             is_end = file.tell() >= part.end
-            if is_start:
-                data = data.removeprefix(BOM_UTF8)
             if data or part.is_last:
                 ends = is_end and part.is_last
                 yield _Piece(place, _decoded(data, place), part.number, is_start, ends)
@@ -330,28 +294,27 @@ def _together(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         size += len(piece.text)
         if size >= AT_ONCE:
             yield some
-            some, size = [], 0
-    if some:
-        yield some
+            some = []
+            size = 0
+    yield some
 
 
 class TokenRows(Sequence):
     """The rows of a split, as examples that say their place. Tokens stay on the disk.
     Example: rows[5] is {"row": 5, "split": "train"}, and rows.tokens(5) are its tokens."""
 
-    def __init__(
-        self, folder: Path, split: str, width: int, dtype: np.dtype, about: list[dict]
-    ):
-        """about: `tokens`, `documents` and `digest` of each part."""
+    def __init__(self, folders: list[Path], split: str, width: int, dtype: np.dtype):
+        """folders: of the parts. width: tokens of a row."""
         self.split = split
         self.width = width
-        self.num_documents = sum(part["documents"] for part in about)
+        self._dtype = dtype
+        self._files = [str(folder / split) for folder in folders]
+        about = [json.loads((folder / "about.json").read_text())[split] for folder in folders]
+        self.num_documents = sum(documents for _, documents, _ in about)
         # of the tokens; the same for the same files and tokenizer
         self.digest = hashlib.sha256(repr([width, *about]).encode()).hexdigest()[:16]
-        self._dtype = dtype
-        self._files = [str(folder / f"{i:06d}.{split}") for i in range(len(about))]
         # the first token of each part, and the number of all
-        self._starts = np.cumsum([0, *(part["tokens"] for part in about)])
+        self._starts = np.cumsum([0, *(tokens for tokens, *_ in about)])
         self._ends: dict[int, np.ndarray] = {}
 
     @property
@@ -383,13 +346,9 @@ class TokenRows(Sequence):
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a row, int32; the last row may have fewer than `width`."""
         # not mapped: pages of a mapped file would count as memory of the process
+        size = self._dtype.itemsize
         read = [
-            np.fromfile(
-                f"{self._files[part]}.tokens",
-                self._dtype,
-                count,
-                offset=start * self._dtype.itemsize,
-            )
+            np.fromfile(f"{self._files[part]}.tokens", self._dtype, count, offset=start * size)
             for part, start, count in self._pieces(row)
         ]
         return np.concatenate(read).astype(np.int32)
@@ -397,19 +356,15 @@ class TokenRows(Sequence):
     def segment_ids(self, row: int) -> np.ndarray:
         """The number of each token's document in its row, from 1, int32."""
         segments = []
-        before = 0
+        before = 1
         for part, start, count in self._pieces(row):
             if part not in self._ends:
                 file = f"{self._files[part]}.ends"
-                is_empty = not os.path.getsize(file)
-                self._ends[part] = (
-                    np.zeros(0, np.int64) if is_empty else np.memmap(file, np.int64, "r")
-                )
-            ends = self._ends[part]
-            # documents that end before each token of the row
-            first = np.searchsorted(ends, start, side="right")
-            here = np.arange(start, start + count)
-            ended = np.searchsorted(ends, here, side="right") - first
-            segments.append(before + ended)
-            before += int(np.searchsorted(ends, start + count, side="right") - first)
-        return (1 + np.concatenate(segments)).astype(np.int32)
+                has_any = os.path.getsize(file)
+                self._ends[part] = np.memmap(file, np.int64, "r") if has_any else np.zeros(0)
+            # documents that end before each token, and before the first after the piece
+            places = np.arange(start, start + count + 1)
+            ended = np.searchsorted(self._ends[part], places, side="right")
+            segments.append(before + ended[:-1] - ended[0])
+            before += ended[-1] - ended[0]
+        return np.concatenate(segments).astype(np.int32)
