@@ -333,7 +333,8 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                 )
         first, _ = task.batch(num_prompts, run.seed, 0)
         if run.task.packs_rows:
-            task.demonstrations(first, *needs.demonstrations)
+            for name in task.learned:
+                task.demonstrations(first, name)
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         held_out = task.held_out(run.evaluation.num_examples)
