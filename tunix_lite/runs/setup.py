@@ -41,7 +41,7 @@ from tunix_lite.runs.fingerprint import (
     read_fingerprint,
 )
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.settings.batch_size import BatchPlan, with_steps
+from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
@@ -209,8 +209,12 @@ def find_parts(run: RunConfig) -> Parts:
     if run.training.epochs is not None:
         with error_context("task"):
             num_rows = len(task.counted_rows)
-        counted = with_steps(resolved.run, num_rows, resolved.batch.prompts)
-        resolved = replace(resolved, run=counted)
+        algorithm = run.algorithm
+        rows_of_batch = resolved.batch.prompts * algorithm.needs.mini_batches
+        counts = (num_rows, rows_of_batch, algorithm.updates_per_rollout)
+        with error_context("training"):
+            training = resolved.run.training.with_steps(*counts)
+        resolved = replace(resolved, run=replace(resolved.run, training=training))
     data = check_task(run, task, resolved.batch.prompts)
     return Parts(
         model,
