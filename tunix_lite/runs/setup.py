@@ -335,12 +335,13 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "gives 1 to the very text of `chosen` alone. Learn from the pairs with "
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
-        first, _ = task.batch(num_prompts, run.seed, 0)
         if run.task.packs_rows:
+            first, _ = task.batch(num_prompts, run.seed, 0)
             for name in task.learned:
                 task.demonstrations(first, name)
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
+        first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
         if held_out or not needs.demonstrations:
             check_fields(run.task.rewards, [*held_out, *first])
