@@ -157,9 +157,8 @@ class TokenFiles:
         ends = {split: array("q") for split in splits}
         part = self.parts[number]
         # a file that is one document counts as one; else those of a part do
-        is_whole = part.file.endswith(".txt") and self.separator is None
-        count = part.number if is_whole else 0
-        pieces = _pieces_of_file(part) if is_whole else self._documents(part)
+        count = part.number if self._is_whole(part) else 0
+        pieces = self._pieces(part)
         while some := list(islice(pieces, AT_ONCE)):
             texts = [piece.text for piece in some]
             try:
@@ -194,8 +193,15 @@ class TokenFiles:
             with contextlib.suppress(OSError):
                 os.rename(made, folder)
 
-    def _documents(self, part: _Part) -> Iterator[_Piece]:
-        """The documents of a part that are not blank."""
+    def _is_whole(self, part: _Part) -> bool:
+        """Returns whether the file of the part is one document."""
+        return part.file.endswith(".txt") and self.separator is None
+
+    def _pieces(self, part: _Part) -> Iterator[_Piece]:
+        """The documents of a part that are not blank, or pieces of its only one."""
+        if self._is_whole(part):
+            yield from _pieces_of_file(part)
+            return
         if part.file.endswith(".txt"):
             for place, data in _separated(part, self.separator.encode()):
                 if data.strip():
