@@ -110,12 +110,6 @@ class TokenFiles:
         return parts
 
     @cached_property
-    def dtype(self) -> np.dtype:
-        """The type of a token in the files."""
-        last = max(self.tokenizer.vocabulary.values())
-        return np.dtype(np.uint16 if last < 2**16 else np.uint32)
-
-    @cached_property
     def folders(self) -> list[Path]:
         """The folder of each part's tokens."""
         stats = ((Path(file).name, os.stat(file)) for file in files_of(self.pattern))
@@ -148,12 +142,12 @@ class TokenFiles:
                 else:
                     time.sleep(0.05)
             last_seen = last_seen if is_own else time.monotonic()
-        return TokenRows(self.folders, split, width, self.dtype)
+        return TokenRows(self.folders, split, width)
 
     def make(self, number: int) -> None:
         """Tokenises a part. Its folder comes whole, of whoever is first. Raises as `rows`."""
         splits = ("train", "held_out")
-        tokens = {split: array("I") for split in splits}
+        tokens = {split: array("i") for split in splits}
         ends = {split: array("q") for split in splits}
         part = self.parts[number]
         # a file that is one document counts as one; else those of a part do
@@ -182,11 +176,10 @@ class TokenFiles:
             dir=folder.parent, ignore_cleanup_errors=True
         ) as made:
             for split in splits:
-                of_split = np.array(tokens[split], self.dtype)
-                of_split.tofile(f"{made}/{split}.tokens")
-                np.array(ends[split], np.int64).tofile(f"{made}/{split}.ends")
-                digest = hashlib.blake2b(of_split, digest_size=8).hexdigest()
-                about[split] = [len(of_split), len(ends[split]), digest]
+                Path(made, f"{split}.tokens").write_bytes(tokens[split])
+                Path(made, f"{split}.ends").write_bytes(ends[split])
+                digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
+                about[split] = [len(tokens[split]), len(ends[split]), digest]
             Path(made, "about.json").write_text(json.dumps(about))
             os.chmod(made, 0o755)
             # else another process was first
@@ -294,11 +287,10 @@ class TokenRows(Sequence):
     """The rows of a split, as examples that say their place. Tokens stay on the disk.
     Example: rows[5] is {"row": 5, "split": "train"}, and rows.tokens(5) are its tokens."""
 
-    def __init__(self, folders: list[Path], split: str, width: int, dtype: np.dtype):
+    def __init__(self, folders: list[Path], split: str, width: int):
         """folders: of the parts. width: tokens of a row."""
         self.split = split
         self.width = width
-        self._dtype = dtype
         self._files = [str(folder / split) for folder in folders]
         about = [json.loads((folder / "about.json").read_text())[split] for folder in folders]
         self.num_documents = sum(documents for _, documents, _ in about)
@@ -337,12 +329,11 @@ class TokenRows(Sequence):
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a row, int32; the last row may have fewer than `width`."""
         # not mapped: pages of a mapped file would count as memory of the process
-        size = self._dtype.itemsize
         read = [
-            np.fromfile(f"{self._files[part]}.tokens", self._dtype, count, offset=start * size)
+            np.fromfile(f"{self._files[part]}.tokens", np.int32, count, offset=4 * start)
             for part, start, count in self._pieces(row)
         ]
-        return np.concatenate(read).astype(np.int32)
+        return np.concatenate(read)
 
     def segment_ids(self, row: int) -> np.ndarray:
         """The number of each token's document in its row, from 1, int32."""
