@@ -61,7 +61,8 @@ def fingerprint(
     task = plain(run.task)
     # the digests of `data` say which rows there are
     task.pop("held_out_every", None)
-    for reward in task["rewards"].values():
+    task.pop("cache", None)
+    for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
     values = {
@@ -106,7 +107,7 @@ def fingerprint(
         }
         values["frozen_weights"] = digests
     if run.task.environment is None:
-        del task["environment"]
+        task.pop("environment", None)
     else:
         # time limits and processes of environments change no answer
         left_out = ("_target_", "timeout", "workers")
@@ -130,6 +131,8 @@ def fingerprint(
         values["optimizer"]["shards"] = shards
     if run.optimizer.schedule != "constant":
         values["training"]["max_steps"] = training.max_steps
+    if training.epochs is not None:
+        values["training"]["last_batch"] = training.last_batch
     for name in ("reduce_dtype", "tp_reduce_dtype"):
         if getattr(training, name) != "float32":
             values["training"][name] = getattr(training, name)

@@ -374,6 +374,9 @@ class Watch:
         # prompts too: they are computed as well
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
         metrics["train/num_tokens"] = self.num_tokens
+        training = self.session.run.training
+        if training.epochs is not None:
+            metrics["train/epoch"] = training.epochs * done.step / training.max_steps
 
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = self.learning_rate(self._updates_before)

@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -29,15 +29,19 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
+from tunix_lite.tasks.sources import batches_of_epoch
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
 # ---- the settings of a run, one class per folder of conf/
 
 
+# Held-out examples in an evaluation, and rows of text whose loss is measured.
+EVALUATED = 256
 # settings of Training that name one of a few
 CHOICES = {
     "packing": (*PACKING, "auto"),
+    "last_batch": ("drop", "keep"),
     "mixed_precision": (*DTYPES, "auto"),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
@@ -62,8 +66,13 @@ def _check_numbers(
 class TrainingConfig:
     """Settings of training: its length, the size of its batches, and what is kept."""
 
-    # Number of optimizer updates.
-    max_steps: int = 60
+    # Number of optimizer updates. null takes 60, or those of `epochs`.
+    max_steps: int | None = None
+    # Passes over the training rows, in place of max_steps. null counts updates.
+    epochs: int | None = None
+    # Rows at the end of an epoch that fill no batch: drop, or keep (a smaller batch, for sft and
+    # dpo).
+    last_batch: str = "drop"
     # Prompts in one update. null derives it from micro_batch_size and gradient_accumulation_steps.
     prompts_per_step: int | None = 16
     # Sequences per fsdp shard in one forward and backward pass. null derives the number. auto takes
@@ -145,7 +154,13 @@ class TrainingConfig:
         _check_numbers(self, sizes, lambda x: x >= 1, rule)
         rule = "must be at least 1, or null to go on"
         _check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
-        counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
+        if self.last_batch == "keep" and self.epochs is None:
+            raise ValueError(
+                "last_batch=keep is about the end of an epoch; give training.epochs"
+            )
+        if self.max_steps is None and self.epochs is None:
+            object.__setattr__(self, "max_steps", 60)
+        counts = "max_steps epochs log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
         _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
         rule = "must be above 0, or null for no limit"
@@ -181,6 +196,18 @@ class TrainingConfig:
                 "shard sends its float32 sum over the mesh; leave out one of the two"
             )
 
+    def with_steps(self, num_rows: int, batch_size: int, updates: int) -> "TrainingConfig":
+        """The same with the updates that its epochs have. batch_size: rows of a batch. updates:
+        that are made of it. Raises ValueError if max_steps says another number, or an epoch has no
+        batch."""
+        if self.max_steps is not None:
+            raise ValueError(
+                f"max_steps={self.max_steps} and epochs={self.epochs}: a run has one of them; "
+                "training.max_steps=null counts epochs, training.epochs=null counts updates"
+            )
+        each = batches_of_epoch(num_rows, batch_size, self.last_batch)
+        return replace(self, max_steps=self.epochs * each * updates)
+
     @property
     def ranks(self) -> bool:
         """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
@@ -210,14 +237,14 @@ class EvaluationConfig:
     of held-out prompts, one greedy one of each, and samples; and the loss of held-out rows."""
 
     # Held-out examples in an evaluation. 0 turns evaluation off.
-    num_examples: int = 256
+    num_examples: int = EVALUATED
     # Updates between two evaluations. 0 evaluates only at the start and at the end.
     interval_steps: int = 15
     # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
     # draws none.
     num_samples: int = 4
-    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples. 0
-    # turns it off.
+    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples, or
+    # 256 rows of text. 0 turns it off.
     loss_examples: int | None = None
     # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 0.7
@@ -322,13 +349,19 @@ class RunConfig:
         training = self.training
         every = training.save_interval_steps
         updates = self.algorithm.updates_per_rollout
-        if every % updates or training.max_steps % updates:
+        # epochs are whole rollouts
+        last = training.max_steps or updates
+        if every % updates or last % updates:
             raise ValueError(
-                f"training.save_interval_steps={every} and training.max_steps={training.max_steps} "
+                f"training.save_interval_steps={every} and training.max_steps={last} "
                 f"must be multiples of algorithm.updates_per_rollout={updates}: a run stops and "
                 "resumes between two rollouts: training.save_interval_steps="
-                f"{_multiple(every, updates)} training.max_steps="
-                f"{_multiple(training.max_steps, updates)}"
+                f"{_multiple(every, updates)} training.max_steps={_multiple(last, updates)}"
+            )
+        if training.last_batch == "keep" and not self.algorithm.needs.demonstrations:
+            raise ValueError(
+                "training.last_batch=keep is for algorithms that learn from rows, such as sft: "
+                "completions are sampled for whole batches; set training.last_batch=drop"
             )
 
         # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
@@ -355,8 +388,10 @@ class RunConfig:
         evaluation = self.evaluation
         if self.algorithm.needs.held_out_loss is None:
             return 0
-        wanted = evaluation.loss_examples
-        return evaluation.num_examples if wanted is None else wanted
+        if evaluation.loss_examples is not None:
+            return evaluation.loss_examples
+        # of rows of text nothing is sampled
+        return EVALUATED if self.task.packs_rows else evaluation.num_examples
 
     @property
     def learning_temperature(self) -> float:
@@ -418,6 +453,20 @@ def _check_task(run: RunConfig) -> None:
     needs = run.algorithm.needs
     with error_context("task"):
         run.task.check_algorithm(bool(needs.demonstrations))
+        # Rows that the task fills are neither sampled nor packed again.
+        if run.task.packs_rows:
+            of_rows = run.generation.max_prompt_length + run.generation.max_new_tokens
+            wrong = {
+                "they have row_tokens tokens; leave out generation.max_prompt_length and "
+                "max_new_tokens": of_rows != run.task.row_tokens,
+                "set generation.long_prompts=error": run.generation.long_prompts != "error",
+                "set training.packing=none": run.training.is_packed,
+                "set evaluation.num_examples=0": run.evaluation.num_examples,
+            }
+            for remedy in filter(wrong.get, wrong):
+                raise ValueError(
+                    f"rows of text are full, and no prompts to sample from: {remedy}"
+                )
         if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
