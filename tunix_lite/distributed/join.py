@@ -157,6 +157,7 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         devices,
         # Otherwise jax reads Slurm's variables, and gives each process one GPU.
         cluster_detection_method="deactivate",
+        # By default jax listens at every address of the machine.
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         **limits,
     )
@@ -270,6 +271,7 @@ def exit_at_once_on_failure() -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (0, None) or not _has_joined_jax():
             raise
+        # `os._exit` prints no traceback and writes out no buffer.
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         sys.stdout.flush()

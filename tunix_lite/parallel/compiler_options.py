@@ -52,8 +52,10 @@ def _known_options(
     if not options:
         return {}
     mesh = jax.sharding.get_mesh()
+    # The default platform may be another than that of the mesh.
     place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+    # No call lists the options of a compiler, so a tiny program is compiled with them.
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -41,6 +41,7 @@ def compiled_once(
 
     def compiled(*args: Any) -> jax.stages.Compiled:
         leaves, structure = jax.tree.flatten(args)
+        # An executable takes only arrays that have its shapes and lie at its places.
         key = (structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
         if key not in executables:
             executables[key] = lower(*args).compile()
@@ -61,6 +62,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
     watcher = _compiling.watcher
+    # Threads within threads end together.
     abandoned = _compiling.abandoned or threading.Event()
 
     def one(call: Callable[[], T]) -> T:
@@ -84,6 +86,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
         raise
     finally:
         pool.shutdown(wait=False)
+    # A compilation cannot be ended from outside, so nobody waits above for the others.
     errors = [future.exception() for future in futures if future.exception() is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, _Abandoned)), errors[0])
@@ -172,6 +175,7 @@ def keep_programs(where: str | None) -> Path | None:
     where: the folder; auto: one in the user's cache folder; None: programs are not kept. Returns
     our folder; None: there is none.
     """
+    # Where a user has set jax's own folder, it stays.
     if where is None or jax.config.jax_compilation_cache_dir:
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -184,6 +188,7 @@ def keep_programs(where: str | None) -> Path | None:
     folder = base / f"programs-{hashlib.sha256(chr(10).join(about).encode()).hexdigest()[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # mkdir accepts a folder that is there already and cannot be written.
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:

@@ -339,6 +339,7 @@ def sharding(
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
     """`x` with the sharding of these logical axes, inside jit. Without a mesh it raises
     RuntimeError."""
+    # Inside jit the mesh is known by its shape only, without devices.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise RuntimeError(NO_MESH)
