@@ -44,6 +44,7 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.AST) -> int | float:
     """The value of numbers and operators. Raises ValueError for names, calls and all else."""
+    # The type itself, as True is an int to isinstance.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _checked(node.value)
     kind = OPERATORS.get(type(getattr(node, "op", None)))
@@ -53,6 +54,7 @@ def _value(node: ast.AST) -> int | float:
         left = _value(node.left)
         right = _value(node.right)
         is_large = isinstance(left, int) and isinstance(right, int) and kind is operator.pow
+        # Before it is computed: 9**9**9 would take all memory.
         if is_large and left.bit_length() * abs(right) > MOST_BITS:
             raise ValueError("the number is too large")
         return _checked(kind(left, right))

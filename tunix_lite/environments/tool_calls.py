@@ -88,6 +88,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     values = []
     try:
         while text:
+            # Not `loads`, as several calls may stand side by side.
             value, end = json.JSONDecoder().raw_decode(text)
             values += value if isinstance(value, list) else [value]
             text = text[end:].lstrip("; \n\t\r,")
@@ -99,11 +100,13 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = call.get("name")
         keys = [key for key in ARGUMENTS if key in call]
+        # An object with a name and other fields may be an answer.
         if isinstance(name, str) and (keys or set(call) == {"name"}):
             calls.append(_with_arguments(name, call[keys[0]] if keys else {}))
         elif is_call:
             calls += mistake(f"a call has a name and arguments; this is {short_repr(value)}")
         else:
+            # With one value that is no call, all of it is an answer.
             return []
     return calls
 

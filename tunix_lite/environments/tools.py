@@ -126,6 +126,7 @@ class ToolEnvironment:
             try:
                 text = str(tools[call.name](**call.arguments))
             except Exception as error:
+                # A tool may raise anything, and the model reads what.
                 problem = f"{type(error).__name__}: {message_of(error)}"
         text = f"Error: {problem}" if problem else text
         more = len(text) - self.max_result

@@ -144,6 +144,7 @@ def export(
     out = Path(out).expanduser().resolve()
     source = model.source
     kind = check_export(source.lora is not None, out, kind, dtype, overwrite, gguf_type)
+    # With overwrite=true, the folder is deleted before the new one gets its name.
     for what, folder in (
         ("the base", source.folder),
         ("the adapter", source.lora and source.lora.adapter),
@@ -173,7 +174,9 @@ def export(
 
     # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, as a folder can be renamed only within one file system.
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # mkdtemp makes a folder that only its owner can read.
     partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):
@@ -184,6 +187,7 @@ def export(
             else:
                 difference = _write_model(model, partial, dtype)
         served = _describe(model, partial, out, kind, difference)
+        # A folder takes the name of another one only if that is empty.
         if out.is_dir():
             shutil.rmtree(out)
         partial.replace(out)
@@ -322,6 +326,7 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     own = logits(model.params)
     other = logits(params)
     difference = float(jnp.linalg.norm(own - other) / jnp.linalg.norm(own))
+    # Not `>`: every comparison with NaN is false.
     if not difference <= tolerance:
         raise ConfigError(
             f"what was written, read back, gives other scores: they differ by {difference:.2g} of "

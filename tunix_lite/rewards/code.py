@@ -73,10 +73,12 @@ class PassesTests:
                 stopped = stopped or TOO_LONG
                 break
             is_passed, why = self._passes(code, test, left)
+            # The time of all tests was over, not that of this one.
             if why == STOPPED["time"] and left < self.seconds:
                 why = TOO_LONG
             passed += is_passed
             stopped = stopped or why
+            # Whatever the other tests say, the score is 0.
             if self.all_or_nothing and not is_passed:
                 break
         score = float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)

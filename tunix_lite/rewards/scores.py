@@ -25,6 +25,7 @@ class CompletionText(str):
         return completion
 
     def __getnewargs__(self) -> tuple[str, int]:
+        # Without it, pickle would make one of the text alone.
         return str(self), self.num_tokens
 
 

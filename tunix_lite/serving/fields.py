@@ -57,6 +57,7 @@ def _checked(name: str, value: object, hint: object, metadata: Mapping) -> Any:
 
 def checked_number(name: str, value: object, kind: type, low: float, high: float) -> Any:
     """The value as an int or a float. Raises BadCall, with the name, for one outside the limits."""
+    # True is an int to isinstance.
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     # A whole number may have more digits than a float holds, so it is compared as it is.
     if not is_number or not low <= value <= high:

@@ -148,11 +148,13 @@ class TinkerServer(Face):
 
     def stop(self) -> None:
         super().stop()
+        # A copy, as `_wake` takes names out.
         for name in list(self._ended):
             self._wake(name)
 
     async def _health(self, request: "web.Request") -> tuple[int, dict]:
         try:
+            # A disk that is full shows only where something is written.
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
@@ -182,6 +184,8 @@ class TinkerServer(Face):
             for model in models:
                 file = model.saved
                 model.saved = None
+                # The record first: whoever is killed in between leaves a file too many, not
+                # one too few.
                 self.store.put(model)
                 self.store.delete(file)
             if not models:
@@ -313,6 +317,7 @@ class TinkerServer(Face):
         if row is None:
             raise BadCall(f"there is no request {shown(name)}", code="not_found")
         if row[0] == WAITING and not self.is_stopping:
+            # No `await` since the look, so whoever ends it meanwhile wakes this event.
             event = self._ended.setdefault(name, asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout=_POLL_SECONDS)

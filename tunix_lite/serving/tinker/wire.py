@@ -122,6 +122,7 @@ def write_forward_backward(logprobs: list[list[float]], metrics: dict[str, float
     result.rows.count = len(logprobs)
     column = result.rows.columns.add(name="logprobs").column
     column.dtype = FLOAT32
+    # numpy joins at least one array.
     column.values = np.concatenate([np.zeros(0), *logprobs]).astype("<f4").tobytes()
     ends = np.cumsum([0, *(4 * len(row) for row in logprobs)])
     column.ends = ends.astype("<i8").tobytes()

@@ -65,6 +65,7 @@ class LiveModels:
     def _newest(
         self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
     ) -> "Weights":
+        # Put in again, as a dict keeps the order in which keys came.
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
@@ -153,6 +154,7 @@ class Worker:
         self._is_closing = False
         self._turns: dict[str, int] = {}
         self._current: list[TinkerRequest] = []
+        # A server that was killed may not have come to it.
         for session in store.all("session"):
             if session.is_finished:
                 self.give_up(session.id)
@@ -172,6 +174,7 @@ class Worker:
         result = _as_json(error="the session has ended", category="user")
         with self._lock:
             for request in self.store.waiting(session):
+                # What is under way cannot be ended, and gets a result of its own.
                 if request not in self._current:
                     self.store.end(request, FAILED, result)
                     self.on_end(request.id)
@@ -188,6 +191,8 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._wait_for_turn():
+                # Counted before it is done: otherwise a request that ends the server would be
+                # tried for ever.
                 tried = [
                     one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS
                 ]
@@ -303,6 +308,7 @@ class Worker:
 
     def _save(self, model: Model, seq: int) -> None:
         save = partial(self.live.client(model).save, optimizer=True)
+        # A file of its own for each step: until the journal names it, the one before is the truth.
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
         model.has_failed = False
@@ -325,6 +331,7 @@ class Worker:
             and self.store.get("checkpoint", path) is not None
         ):
             raise ValueError(f"{path} exists; overwrite=True replaces it")
+        # A file of its own for each request, as above.
         name = f"{model.id}/{folder}/{body.path}.{request.seq}"
         file = self.store.write("checkpoints", name, save)
         kind = "training" if is_training else "sampler"
