@@ -90,6 +90,7 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
     all."""
     kinds = {*cfg.pattern, *cfg.kinds_of_weights}
     tables = [layer_weights(cfg, kind) for kind in kinds]
+    # In one stack, layers differ by their windows and angles only, which are data of the scan.
     if kinds <= ROTATED and all(table == tables[0] for table in tables):
         return (None,) * cfg.num_layers
     return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds_of_weights)
@@ -180,6 +181,7 @@ def copy_to_score(
         return weight.dtype if len(unstacked(weight).shape) == 1 else dtype
 
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
+        # A copy in any case, as the next update donates the original.
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
     dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
@@ -521,6 +523,7 @@ def per_layer_inputs(
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least."""
     if jnp.finfo(table_VD.dtype).bits >= 32:
+        # Its gradient is a sum in float32 by itself.
         return table_VD[tokens_BT]
     return _lookup(table_VD, tokens_BT)
 

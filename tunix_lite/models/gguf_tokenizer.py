@@ -87,6 +87,7 @@ def gguf_tokenizer(path: str) -> tokenizers.Tokenizer:
             ids[name] = config[f"{name}_token"]
     if ids:
         single = [token for token in (ids.get("bos"), "$A", ids.get("eos")) if token]
+        # Both are syntax of such a template.
         if any(":" in token or "$" in token for token in ids.values()):
             raise ValueError(
                 f"{path}: {shown(ids)} cannot be added to texts: they hold : or $"
@@ -174,6 +175,7 @@ def _derived_merges(
     """The merges that a vocabulary implies, as in transformers: each cut of a token into two, by
     its score and the length of the first part, both falling. scores: None: the first token has the
     highest."""
+    # The merges share these texts: a copy of each part would take far more memory.
     same = {token: token for token in vocabulary}
     merges = []
     for token, number in vocabulary.items():

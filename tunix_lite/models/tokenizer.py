@@ -170,6 +170,7 @@ class Tokenizer:
                     and (token.special or turn is answer)
                     and is_end(after.strip(), token.content)
                 ]
+                # Of tokens that begin alike, the longest is the one that stands there.
                 ends += [i for _, i in sorted(fit)[-1:]]
         return tuple(dict.fromkeys(ends))
 
@@ -474,6 +475,7 @@ class Tokenizer:
         id."""
         # No text can hold a name of private characters, drawn anew in every process.
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        # It then takes what spells a special token as text.
         backend.encode_special_tokens = True
         prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
         names = {}
@@ -605,6 +607,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
     except ValueError:
         raise
     except BaseException as error:
+        # A panic of the library is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(

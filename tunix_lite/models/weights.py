@@ -301,6 +301,7 @@ def for_compute(
             scales=gather(leaf.scales, scales_axes(weight)),
         )
     if leaf.ndim == 1:
+        # Norms compute in float32 anyway, and are too small for a gather.
         return leaf
     if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
         return gather(stored(leaf, dtype), weight.axes)
