@@ -67,6 +67,7 @@ def shortened(value: object) -> str:
     """`repr` of a row or a text in one line, cut after SHOWN characters, with its length if it is
     cut."""
     is_text = type(value) is str
+    # Cut first, as `repr` would copy all of a long text.
     written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")
     if len(written) <= SHOWN:
         return visible(written)

@@ -163,6 +163,7 @@ def as_path(name: str | Path) -> Path:
         raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
     try:
         path = Path(name).expanduser()
+        # This raises for a name that no file system can hold.
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{shown(str(name))} is no path ({_reason(error)})") from error

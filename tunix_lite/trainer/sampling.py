@@ -218,10 +218,12 @@ class SamplingEngine:
                 if failure := ended.get():
                     raise RuntimeError(f"sampling failed: {failure}")
         except BaseException:
+            # The engine is shared, and nobody else would free their slots.
             for sequence in sequences.values():
                 self._engine.cancel(sequence)
             raise
         finally:
+            # After this call, an update may donate the weights that the engine reads.
             self._engine.wait_until_idle()
         return [
             Sample(p, g, one.tokens, one.full_logprobs, one.logprobs, one.reason)

@@ -56,6 +56,7 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
     checkpoints = Checkpoints(folder)
     if step in checkpoints.steps():
         raise ValueError(f"{folder} holds step {step} already; save to another folder")
+    # Before the checkpoint: where one is, the folder always says what it holds.
     half = folder / HALF
     half.write_text(json.dumps(asdict(kind)) + "\n")
     os.replace(half, folder / KIND)

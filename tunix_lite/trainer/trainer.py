@@ -165,6 +165,7 @@ class Weights:
         Raises ValueError."""
         cfg = self.trainer.cfg
         for i, tokens in enumerate(sequences):
+            # One more, as the last token is scored and not read.
             check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
         data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
         loss = token_loss("cross_entropy", {})
@@ -326,11 +327,13 @@ class TrainingClient(Weights):
         self._step = state.step
         self._params = state.params
         self._opt_state = state.opt_state
+        # By its owner the sampler sees that it has old weights.
         self._owner = object()
 
     @_locked
     def snapshot(self) -> Weights:
         """A sampler with a copy of what trains as it is now."""
+        # The next update donates those of the client.
         params = jax.tree.map(lambda x: x.copy(), self._params)
         return Weights(self.trainer, params, self.lora, self.seed)
 
@@ -463,6 +466,7 @@ class Trainer:
         lora = replace(self.run.model.lora, **settings)
         if lora.rank < 1:
             raise ValueError("rank=0: give adapter(rank=8), or train all weights with full()")
+        # It raises for targets that match nothing, before anything is made.
         adapter_weights(decoder.weights(self.cfg), lora)
         seed = self.run.seed if seed is None else check_seed(seed)
         with self.on_mesh():
@@ -506,6 +510,7 @@ class Trainer:
     def on_mesh(self) -> Iterator[None]:
         """Inside, the trainer's mesh and rules are the current ones, and no other call runs."""
         with self._lock, jax.set_mesh(self.mesh):
+            # Rules are global to the process, and another trainer may have set its own.
             set_rules(self.run.sharding)
             yield
 
