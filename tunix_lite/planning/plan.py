@@ -136,6 +136,7 @@ def assemble_plan(
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
         arguments += MemoryEstimate(resolved).teacher_table()
+        # By formula, and among the temporaries, of which there may be fewer.
         gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes

@@ -264,6 +264,7 @@ def _reward_sign(run: Evidence) -> _Shown:
         return None
     ours, others = rewards[right > 0], rewards[right == 0]
     noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
+    # Four standard errors: less may be chance.
     if ours.mean() >= others.mean() - max(4 * noise, 1e-6):
         return None
     shown = (
@@ -391,6 +392,7 @@ def _evaluation_falls(run: Evidence) -> _Shown:
     if len(accuracy) < 2 or accuracy.first < 0.05:
         return None
     count = max(run.number("evaluation.num_examples", 256), 1)
+    # Two standard errors of the difference of two shares.
     noise = 2 * np.sqrt(2 * accuracy.first * (1 - accuracy.first) / count)
     below = accuracy.largest - accuracy.last
     if accuracy.last > accuracy.first - noise and below < 0.15 + noise:

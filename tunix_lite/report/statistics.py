@@ -143,6 +143,7 @@ def compare(
             f"{len(second_E)}"
         )
     differences_E = first_E - second_E
+    # Examples with equal scores change no sum, whichever way they are exchanged.
     moved = differences_E[differences_E != 0]
     rng = np.random.default_rng(seed)
     extreme = 0
@@ -155,5 +156,6 @@ def compare(
         better=int((differences_E > 0).sum()),
         worse=int((differences_E < 0).sum()),
         equal=int((differences_E == 0).sum()),
+        # The order at hand is one of the exchanges, so p is never 0.
         p_value=(1 + extreme) / (1 + resamples),
     )

@@ -74,6 +74,7 @@ def optimizer_of_client(
 ) -> optax.GradientTransformation:
     """The chain of these settings, with this learning rate; None: with their schedule over
     max_steps."""
+    # The chain clips in any case: its state has one form, whether or not a call wants it.
     clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
     return make_optimizer(
         clipped, max_steps, table, None if rate is None else lambda count: rate
