@@ -24,6 +24,7 @@ _SECRETS: dict[str, str] = {}
 def hide(secret: str, before: str = "", after: str = "") -> None:
     """Hides a text: from now on it is shown as `<secret:1a2b>`. before, after: what must stand
     around it."""
+    # Four digits tell two secrets apart, and help nobody to guess one.
     digest = hashlib.sha256(secret.encode(errors="replace")).hexdigest()[:4]
     _SECRETS[f"{before}{secret}{after}"] = f"{before}<secret:{digest}>{after}"
 

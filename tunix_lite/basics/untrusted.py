@@ -96,6 +96,7 @@ def _parsed_yaml(file: Path, most: int) -> Any:
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
     """The text in a file of at most `most` bytes. Raises ValueError, beginning with the file."""
     with opened(file) as stream:
+        # One byte more shows that there are more: the size that a file states may change.
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(
@@ -132,8 +133,10 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({_reason(error)})") from error
     try:
+        # Of what is open: by its name, it could be another file by now.
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ValueError(f"{file} is not a file")
+        # `finally` closes it, also where this line fails.
         with os.fdopen(opened, "rb", closefd=False) as stream:
             yield stream
     except OSError as error:

@@ -37,6 +37,7 @@ def calculator(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    # Up to there a float holds every whole number exactly.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -85,6 +85,7 @@ def call_reset(environment: Environment, example: dict) -> str | list[dict] | No
     options."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
+    # Not `hash`, which differs from process to process.
     known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}
     first = next(iter(parameters.values()), None)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)

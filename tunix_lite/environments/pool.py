@@ -105,6 +105,7 @@ class EnvironmentPool:
 
     def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings
+        # With drop a failure comes back as an outcome; `_fail` says what becomes of it.
         own = RewardsConfig("drop", settings.timeout, min(settings.workers, 1))
         # One worker for each pool, so that all calls of a conversation reach one process.
         self._pools = [

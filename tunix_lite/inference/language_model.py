@@ -150,6 +150,7 @@ class LanguageModel:
             ended += new
             if on_chunk is not None:
                 on_chunk(requests, new)
+        # Completions end in any order.
         return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
 
     def stream(

@@ -65,6 +65,7 @@ def meta_of_rows(batch: RowBatch) -> AttentionMeta:
 
 def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:
     """The metadata of rows that hold one sequence each. Padding may be on either side."""
+    # Padding on the left would have the position -1.
     positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
     return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
@@ -77,6 +78,7 @@ def attention_mask(
     """[B, queries, keys] bool: whether a query may see a key. window: in tokens; None: no limit."""
     q = jax.tree.map(lambda x: x[:, :, None], q)
     k = jax.tree.map(lambda x: x[:, None], k)
+    # All padding has the segment 0, and is to see nothing.
     is_seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
     if window is not None:
         is_seen &= q.positions - k.positions < window
@@ -121,6 +123,7 @@ def attend(
         jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
     )
     k = k_BKSH.astype(dtype)
+    # XLA for CPUs would transpose all keys for this product.
     if T == 1 and not is_rounded(dtype):
         scores = jax.lax.platform_dependent(
             q, k, cpu=lambda q, k: matrix_first(k, q), default=to_scores

@@ -559,6 +559,7 @@ def logits(
     product = partial(
         jnp.einsum, "...d,vd->...v", preferred_element_type=at_least_float32(hidden.dtype)
     )
+    # One token of each row: XLA for CPUs would transpose the table for this product.
     if hidden.ndim == 2 and not is_rounded(hidden.dtype):
         uncapped = jax.lax.platform_dependent(
             hidden,
@@ -625,6 +626,7 @@ def block(
     LayerKind."""
     # Attention, or what is in its place.
     normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
+    # With sequence parallelism the tokens are gathered here, and their gradient is scattered.
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
     mixed_BTD, extra = mix(normed_BTD, w, cfg, around)
     mixed_BTD = constrain(mixed_BTD, *_RESIDUAL)

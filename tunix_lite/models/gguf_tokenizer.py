@@ -122,6 +122,7 @@ def _bytes_tokenizer(file: GgufFile, vocabulary: dict[str, int]) -> tokenizers.T
         add_prefix_space=False, use_regex=not is_cut_by_pattern
     )
     made.pre_tokenizer = pre_tokenizers.Sequence([*before, of_bytes])
+    # The other patterns are Qwen's, whose tokenizers compose characters first.
     if is_cut_by_pattern and pattern is not _LLAMA3:
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()

@@ -140,6 +140,7 @@ def attach(
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         keys_LB = None
         if keys is not None:
+            # A key for each weight and layer, so that no two of them drop the same inputs.
             keys_LB = fold(keys, i)
             if path.startswith("layers/"):
                 keys_LB = jax.vmap(fold, in_axes=(None, 0))(keys_LB, jnp.arange(a.shape[0]))

@@ -255,6 +255,7 @@ def weights_digest(located: FoundModel) -> str:
     for file in [located.folder] if is_file else sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
+            # Not all bytes, which may take minutes to read.
             digest.update(f"{file.name} {size}".encode() + f.read(_SAMPLE))
             f.seek(max(0, size - _SAMPLE))
             digest.update(f.read(_SAMPLE))

@@ -90,6 +90,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     errors = [future.exception() for future in futures if future.exception() is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, _Abandoned)), errors[0])
+    # Each thread has counted for itself, and this one has waited for all.
     _compiling.add(began, time.perf_counter())
     return [future.result() for future in futures]
 
@@ -137,6 +138,7 @@ def _on_event(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
 
 @functools.cache
 def _listen() -> None:
+    # Once in a process: a listener that is registered twice is called twice.
     jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 

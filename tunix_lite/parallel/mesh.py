@@ -130,6 +130,7 @@ def use_rules(name: str, **changes: str | None) -> Iterator[None]:
     block."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
+    # A stack, as one block may stand inside another.
     _active.append(key)
     try:
         yield
@@ -215,7 +216,11 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
-        mesh_shape, len(devices), takes_all=has_peers, can_simulate=not has_peers
+        # Of several processes, a smaller mesh could leave one without a device.
+        mesh_shape,
+        len(devices),
+        takes_all=has_peers,
+        can_simulate=not has_peers,
     )
     tp = sizes["tp"]
     if sizes["fsdp"] * tp > 1 and devices[0].platform == "cpu":
@@ -303,6 +308,7 @@ def spec(
                 f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be "
                 f"{fits}: 'model.mesh_shape=[[{sizes[0]},{sizes[1]}],[fsdp,tp]]'"
             )
+        # An axis of one part divides nothing, so two dims may name it.
         entries.append(axis if parts > 1 and size % parts == 0 else None)
         if entries[-1] is not None and entries.count(axis) > 1:
             raise ValueError(
@@ -320,6 +326,7 @@ def elements_on_device(
 ) -> int:
     """Counts the elements of an array on a device of such a mesh, by arithmetic. Raises as
     `spec`."""
+    # Without devices: a plan is made for machines that are not there.
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     entries = spec(axes, shape, mesh, rules)
     parts = [1 if axis is None else mesh_shape[axis] for axis in entries]

@@ -51,6 +51,7 @@ def choose_micro_batch(
         sized = resolved.with_micro_batch(size)
         chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
+        # Kept with what it compiles, so that the run need not do it again.
         updates[size] = train_step_of(sized)
         shapes = abstract(sized)
         arguments = (shapes.state, shapes.frozen, batch_shapes(sized))

@@ -56,6 +56,7 @@ def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k} of {num_samples} samples; it is 1 to their number")
     wrong_E = num_samples - correct_EN.sum(axis=1)
+    # By whole numbers, which are exact however many subsets there are.
     all_subsets = math.comb(num_samples, k)
     return np.array([1 - math.comb(int(wrong), k) / all_subsets for wrong in wrong_E])
 

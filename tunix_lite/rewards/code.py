@@ -105,6 +105,7 @@ class PassesTests:
             is_right = _lines(verdict["printed"]) == _lines(test["output"])
         elif checks.checks:
             is_right = checks.are_met(verdict["reports"])
+        # The kernel's limit on addresses shows as an error of Python.
         why = STOPPED["memory"] if "MemoryError" in verdict["why"] else ""
         return verdict["is_done"] and is_right, why
 

@@ -75,6 +75,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
                 [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
             )
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+            # Templates join it with other texts, and null is none.
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
         elif not isinstance(message.get("content"), str):
             raise BadCall(

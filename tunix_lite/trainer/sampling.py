@@ -60,6 +60,7 @@ class SampleSettings:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
                 raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
+            # The devices compute in float32, where it would be 0.
             if 0 < value < LEAST_POSITIVE:
                 message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
                 raise ValueError(message)
@@ -191,6 +192,7 @@ class SamplingEngine:
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
+        # It runs in the engine's thread, so all that it does is to put into a queue.
         def on_tokens(new: NewTokens) -> None:
             if new.reason is not None:
                 ended.put(new.message)

@@ -147,6 +147,7 @@ class Weights:
             )
         if not len(prompts):
             raise ValueError("there are no prompts to continue")
+        # Two calls without a seed draw other completions.
         self._calls += 1
         engine = self.trainer.engine
         # the base of the trainer, if it is there, which sampling reads as it is
@@ -304,11 +305,13 @@ class TrainingClient(Weights):
             if (rate := numbers.pop("learning_rate")) < 0:
                 raise ValueError(f"learning_rate={learning_rate}; it is 0 or more")
             optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **numbers)
+            # As an array, so that another rate compiles no other program.
             rate = put(np.float32(rate))
         else:
             optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
             # its schedule says the rate
             rate = None
+        # The state of another kind of optimizer has another form.
         if type(optimizer) is not type(self._optimizer):
             raise ValueError(
                 f"this client's optimizer is {type(self._optimizer).__name__}, and these are "
@@ -401,6 +404,7 @@ class Trainer:
         self.tokenizer = self.found.tokenizer
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
+        # Reentrant, as a caller may hold it, by `on_mesh`, around calls of clients.
         self._lock = threading.RLock()
         # of which there is one at a time
         self.client_of_all_weights: TrainingClient | None = None

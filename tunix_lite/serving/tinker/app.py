@@ -270,6 +270,7 @@ class TinkerServer(Face):
         if is_new and not is_next and len(self.store.waiting(session)) >= most:
             message = f"{most} requests of this session wait already"
             raise BadCall(message, code="rate_limit_exceeded")
+        # In one order, as its digest tells a request that is sent once more.
         raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
         self.worker.wake()

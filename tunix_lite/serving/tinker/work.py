@@ -238,6 +238,7 @@ class Worker:
             result, made = self._do(request, model, body)
             if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
                 files.add(old.file)
+            # Together: whenever a server is killed, the request was done or it was not.
             with self.store.transaction():
                 model.next_seq = request.seq + 1
                 self.store.put(model)
@@ -245,6 +246,8 @@ class Worker:
                     self.store.put(made)
                 self.store.end(request, DONE, result)
                 self.store.forget_bodies(model.id, model.saved_seq)
+            # What a client saves by name outlives a loss of power, too, which the write-ahead
+            # log alone does not promise.
             if isinstance(made, Checkpoint):
                 self.store.settle()
             # What they are replaced by stands in the journal.
