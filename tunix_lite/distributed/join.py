@@ -241,6 +241,7 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
     groups: dict[int | str, list[jax.Device]] = {}
     for device in devices:
         node = getattr(device, "slice_index", 0)
+        # A slice is one network, however many hosts it spans.
         if device.platform != "tpu":
             node = dict(enumerate(machines)).get(device.process_index, "")
         groups.setdefault(node, []).append(device)

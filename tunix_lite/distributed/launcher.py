@@ -111,6 +111,7 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
     what = (
         "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     )
+    # Whatever stands behind the program is its own, also words with dashes.
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     known, unknown = parser.parse_known_args(arguments)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
@@ -167,6 +168,7 @@ class LocalProcesses:
         """The variables for each process here, with the names of torchrun."""
         port = self.port
         if not port:
+            # If another program takes it before process 0 does, the roll-call says so.
             with socket.socket() as listening:
                 listening.bind(("127.0.0.1", 0))
                 port = str(listening.getsockname()[1])
@@ -519,6 +521,7 @@ class Process(subprocess.Popen):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+        # What it wrote before its end is still in the pipe.
         self.look()
         self._file.close()
         if self.stderr is not None:

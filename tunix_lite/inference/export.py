@@ -258,6 +258,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
             on_bytes,
         )
     with error_context("what was written"):
+        # llama.cpp computes by the metadata alone, so they are read back and compared.
         again, _ = families.read_config(file, source.family)
         read = tokenizer.Tokenizer.load(file)
     lost = families.architecture_differences(
@@ -305,6 +306,7 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
         with error_context("what was written"):
             read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), cfg, family)
             again = peft.load_adapters(folder, cfg, family, read)
+    # Adapters are written as they are, so nothing but the order of a sum may differ.
     return _compare(model, attach(without_adapters(model.params), again, read), 1e-5)
 
 
@@ -350,12 +352,14 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
     is_own = template is None or Path(template.where).parent == source.tokenizer.folder
+    # Whoever loads the folder has none of our settings: they become part of the template.
     if not is_own or template.variables:
         (folder / "chat_template.jinja").write_text(template.standalone, encoding="utf-8")
     file = folder / "generation_config.json"
     ids = {"pad_token_id": source.tokenizer.pad_id}
     written = read_object(file) if file.is_file() else ids
     named = written.get("eos_token_id")
+    # Other programs end a completion at what this file names.
     if set(named if isinstance(named, list) else [named]) != set(source.tokenizer.eos_ids):
         written["eos_token_id"] = list(source.tokenizer.eos_ids)
         file.write_text(json.dumps(written, indent=2) + "\n")

@@ -66,6 +66,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     abandoned = _compiling.abandoned or threading.Event()
 
     def one(call: Callable[[], T]) -> T:
+        # Both belong to a thread, and this one is new.
         _compiling.watcher = watcher
         _compiling.abandoned = abandoned
         try:

@@ -82,6 +82,7 @@ def tuple_types(type_: str) -> list[str]:
     parts = [""]
     depth = 0
     for character in type_[1:-1]:
+        # Shapes and layouts have commas of their own.
         depth += character in "([{"
         depth -= character in ")]}"
         if character == "," and depth == 0:

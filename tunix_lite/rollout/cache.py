@@ -178,6 +178,7 @@ def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
     columns_B = positions_B % kv.k.shape[2]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        # A slice update under vmap would be a loop of its own for each layer on a TPU.
         here = old.at[rows_B, :, columns_B]
         token = x[:, :, 0]
         # One index a row, inside the cache: XLA need neither clip it nor look for collisions.

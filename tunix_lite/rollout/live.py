@@ -217,6 +217,7 @@ class LiveEngine:
         with self._lock:
             while True:
                 is_busy = bool(
+                    # A chunk under way reads the weights, which an idle engine may lose.
                     self._waiting or self.engine.unfinished or self.engine.in_flight
                 )
                 is_over = time.monotonic() > self._deadline

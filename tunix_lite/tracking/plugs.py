@@ -70,6 +70,7 @@ class Wandb(_Plug):
     mode: str | None = None
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
+        # An extra of the package: nobody needs it who does not name it.
         import wandb
 
         opened = wandb.init(

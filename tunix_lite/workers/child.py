@@ -153,6 +153,7 @@ def _last_line(error: BaseException) -> str:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
+    # What is raised in here has no place in the code of the user.
     if place is None or place.tb_frame.f_code.co_filename == __file__:
         return text
     return f"{text} ({Path(place.tb_frame.f_code.co_filename).name}, line {place.tb_lineno})"

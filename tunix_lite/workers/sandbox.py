@@ -394,6 +394,7 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     steps.clear()
     names = {"__name__": name}
     run(code, names)
+    # The code may have put its own in their place, and the tests would call them.
     builtins.__dict__.update(builtins_before)
     names["__report__"] = report
     for test in tests:

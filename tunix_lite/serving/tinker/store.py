@@ -223,6 +223,7 @@ class Store:
             query = f"INSERT OR IGNORE INTO requests {columns} VALUES (?, ?, ?, ?, ?, ?)"
             self._rows(query, f"{owner}:{seq}", owner, seq, kind, body, digest)
             [request] = self._requests("owner = ? AND seq = ?", owner, seq)
+            # Of the one that came first: its body may be forgotten by now, its digest stays.
             [(first,)] = self._rows("SELECT digest FROM requests WHERE id = ?", request.id)
         if first != digest:
             other = " with other data" if request.kind == kind else f", not {kind}"

@@ -43,6 +43,7 @@ def _classes() -> dict[str, type[Message]]:
         added = file.message_type.add(name=message)
         for number, word in enumerate(text.split(), start=1):
             name, kind = word.split(":")
+            # 3 is LABEL_REPEATED, and 1 LABEL_OPTIONAL.
             field = added.field.add(name=name, number=number, label=3 if kind[0] == "*" else 1)
             kind = kind.removeprefix("*")
             if kind in MESSAGES:

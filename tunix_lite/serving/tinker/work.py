@@ -130,6 +130,7 @@ def next_turn(
     `turns`) is longest ago. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
+        # Requests of a model change its weights, so their order counts; samples change nothing.
         if one.kind == "sample" or one.seq == next_seq.get(one.owner, 0):
             ready.setdefault(session_of(one.owner), []).append(one)
     if not ready:
@@ -215,6 +216,7 @@ class Worker:
     def _wait_for_turn(self) -> bool:
         """Waits until there is something to do; False: until the server closes."""
         with self._lock:
+            # Under the lock, so that `give_up` knows what is under way.
             while not self._is_closing and not self._current:
                 waiting = self.store.waiting()
                 models = {model.id: model.next_seq for model in self.store.all("model")}
