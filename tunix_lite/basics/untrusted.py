@@ -202,6 +202,7 @@ def _reason(error: Exception) -> str:
 
 def is_deeper(value: object, most: int) -> bool:
     """Returns whether more than `most` lists and objects are in one another."""
+    # Level by level: recursion would end with an error of its own where the input is deep.
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []

@@ -139,6 +139,7 @@ def _of_python(text: str) -> list[ToolCall]:
     """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
     print()."""
     try:
+        # The parser raises MemoryError where operators are nested deeply.
         statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]

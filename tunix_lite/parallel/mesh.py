@@ -161,6 +161,7 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         )
     if len(set(names)) != len(names):
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
+    # For isinstance a boolean is an int, too.
     are_sizes = all(type(size) is int and (size >= 1 or size == -1) for size in sizes)
     if not are_sizes or list(sizes).count(-1) > 1:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")

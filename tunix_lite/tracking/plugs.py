@@ -150,6 +150,7 @@ class Mlflow(_Plug):
         known = run.tracker_id("mlflow")
         opened = mlflow.start_run(run_id=known, run_name=None if known else run.name)
         run.keep_id("mlflow", opened.info.run_id)
+        # MLflow refuses to change a parameter that a run has.
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))

@@ -61,6 +61,7 @@ def check_data(
                     raise ValueError(
                         f"datum {i}: {name}: these are numbers, not {array.dtype}"
                     )
+                # Rows are float32, in which a large float64 is infinite.
                 for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
                     raise ValueError(
                         f"datum {i}: {name}[{t}] is {array[t]}; it must be finite"

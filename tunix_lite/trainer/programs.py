@@ -57,6 +57,7 @@ def gradient_program(step: TrainStep, params: Params) -> Gradients:
         params: Params, frozen: Params | None, number: jax.Array, batch: RowBatch
     ) -> Sums:
         grads, metrics = step.gradients(params, frozen, number, batch, places)
+        # Those of several calls are added, where few bits would lose the small ones.
         return widen(grads), metrics
 
     options = options_of_mesh(step.compiler_options)

@@ -424,6 +424,7 @@ class Trainer:
         """The settings of decoder.forward besides weights, architecture and dtype."""
         training = self.run.training
         with error_context("training"):
+            # Clients send data of any length, so it must do for the longest.
             longest = self.cfg.max_positions
             name, _ = attention.choose(
                 training.attention, self.cfg, self._platform, self.dtype, longest, False
