@@ -60,6 +60,7 @@ class ChatTemplate:
                 f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
                 "characters"
             )
+        # Only what others wrote is tried in a process of its own.
         if text in _ours():
             return cls(text, where, compile_template(text))
         try:

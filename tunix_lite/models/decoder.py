@@ -498,6 +498,7 @@ def embed(
     """The embeddings of tokens, [B, T, D], in `dtype`."""
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
+        # As in transformers, the factor itself is rounded, too.
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
     return constrain(x_BTD, *_LAYER_INPUT)
 

@@ -78,6 +78,7 @@ class GgufFile:
             raise ValueError(f"{self.path}: {key} is missing")
         if key not in self.values:
             return value
+        # For isinstance a boolean is an int, too.
         is_right = type(value) is kind
         if kind is int:
             is_right = is_right and value >= 0

@@ -451,6 +451,7 @@ def _check_copy(
 ) -> None:
     """Raises ValueError if this slice of the two tensors, [V, D], differs."""
     first, last, _ = index[0].indices(shape[0])
+    # Two pieces are there at once, each with 4 bytes an element.
     num_rows = max(1, AT_ONCE // (8 * shape[1]))
     for start in range(first, last, num_rows):
         rows = (slice(start, min(start + num_rows, last)), index[1])

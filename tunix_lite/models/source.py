@@ -215,6 +215,7 @@ def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
             f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: "
             "the same token is another text there; use a teacher of the same family"
         )
+    # A larger one is fine: models of a family differ in how many rows pad the table.
     if located.cfg.vocab_size < student.cfg.vocab_size:
         raise ValueError(
             f"weights={teacher.weights} has vocab_size={located.cfg.vocab_size}, and "

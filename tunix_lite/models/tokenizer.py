@@ -459,6 +459,7 @@ class Tokenizer:
     @cached_property
     def _special_texts(self) -> re.Pattern:
         """Matches the text of any special token, the longest first."""
+        # The first alternative that matches wins, and some tokens begin as others do.
         tokens = sorted(
             self._special_tokens.values(), key=lambda token: len(token.content), reverse=True
         )

@@ -87,6 +87,7 @@ def training_programs(
         shapes: RowBatch,
         rows: RowLayout,
     ) -> jax.stages.Compiled:
+        # Also the narrow ones, so that no step of the run has to wait for the compiler.
         widest, *_ = [compile_it(x) for x in at_every_width(shapes, rows)]
         return widest
 
