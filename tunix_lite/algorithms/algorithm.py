@@ -4,6 +4,7 @@ An algorithm is any object with the fields of `Algorithm`: usually a frozen data
 are its settings. YAML names it by its dotted path.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -175,6 +176,10 @@ class Needs:
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
     # can (rollout.overlap)
     fresh: str | None = None
+    # what its loss says of held-out examples: nats (of a token, so that its exponential is a
+    # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
+    # are sums then.
+    held_out_loss: str | None = None
 
     def __post_init__(self):
         if taken := set(TAKEN) & self.frozen_models.keys():
@@ -225,6 +230,18 @@ class Algorithm(Protocol):
 
         Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
         them; of a types.Max they take the largest."""
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raises ValueError with the first of these messages that is true."""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(problem)
+
+
+def takes(piece: Callable[..., Any], parameter: str) -> bool:
+    """Returns whether a function that the settings name has this parameter."""
+    return parameter in inspect.signature(piece).parameters
 
 
 def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class SFT:
     # a demonstration per prompt
     num_generations = 1
     updates_per_rollout = 1
-    needs = Needs(demonstrations=("completion",))
+    needs = Needs(demonstrations=("completion",), held_out_loss="nats")
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
 
@@ -48,4 +48,7 @@ class SFT:
         return Batch(tokens=tokens, token_mask=token_mask, loss_weight=weights), metrics, None
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        return -jnp.sum(batch.loss_weight * scores.logprobs), {}
+        metrics = {}
+        if scores.is_likeliest is not None:
+            metrics["train/token_accuracy"] = jnp.sum(batch.loss_weight * scores.is_likeliest)
+        return -jnp.sum(batch.loss_weight * scores.logprobs), metrics

@@ -68,7 +68,7 @@ def smallest(value: jax.Array) -> Max:
 class TokenScores(NamedTuple):
     """The scores of the scored tokens (loss_weight is not 0) under a policy: float32, 0 elsewhere.
 
-    A loss gets it as [R, W], the shape of its batch. Both fields have gradients.
+    A loss gets it as [R, W], the shape of its batch. The first two fields have gradients.
 
     Example: the token was drawn from (1/4, 3/4), the first of the two -> logprobs log(1/4) =
     -1.386, entropy 0.562 nats.
@@ -76,8 +76,10 @@ class TokenScores(NamedTuple):
 
     logprobs: jax.Array  # log p of each token given the tokens before it
     entropy: jax.Array  # nats of the whole distribution that the token was drawn from
+    # 1 where no other token is likelier, else 0; it has no gradient. None: nobody has looked
+    is_likeliest: jax.Array | None = None
 
-    # numpy would make one array of both fields without a word; so it raises TypeError
+    # numpy would make one array of the fields without a word; so it raises TypeError
     __array_ufunc__ = None
 
 

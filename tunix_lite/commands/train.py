@@ -130,8 +130,8 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
 
 
 def start(run: RunConfig, folder: Path) -> float | None:
-    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest;
-    None without an evaluation."""
+    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest, or
+    without completions the held-out loss; None without an evaluation."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
@@ -144,6 +144,7 @@ def start(run: RunConfig, folder: Path) -> float | None:
         parts = None
         if sweep is None and _FOUND and _FOUND[0][0] is run:
             parts = _FOUND[0][1]
+        # the next run of a sweep is another one
         _FOUND.clear()
         job = Job(job_start_time(os.environ), resume_hint, parts)
         train(run, folder, job)
@@ -156,7 +157,8 @@ def start(run: RunConfig, folder: Path) -> float | None:
     if code := _exit_code_of(job.stopped):
         sys.exit(code)
     status, *_ = read_status(RunDir(folder).status)
-    return status.get("last", {}).get("accuracy")
+    last = status.get("last", {})
+    return last.get("accuracy", last.get("loss"))
 
 
 def _exit_code_of(reason: str | None) -> int:

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
         # Each start would make a folder of its own, without the checkpoint of the last one.
         no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
     try:
-        code = supervise(process_command(program), group.environments, logs, no_restart)
+        code = _supervise(process_command(program), group.environments, logs, no_restart)
     # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
@@ -231,7 +231,7 @@ class _Failure(NamedTuple):
     code: int
 
 
-def supervise(
+def _supervise(
     command: list[str],
     environments: Callable[[], list[dict]],
     logs: Path,

@@ -163,6 +163,7 @@ class LanguageModel:
         """Yields the text of one completion, piece by piece while it is sampled. Raises as
         `generate`."""
         settings = RolloutConfig() if rollout is None else rollout
+        # small chunks, since nobody sees a token before its chunk is over
         settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK)
         text = self.tokenizer.stream()
         num_read = 0
@@ -312,7 +313,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def load(
     model: str | Path | ModelConfig | RunConfig = "bundled",
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     mesh_shape: MeshShape | None = None,
     dtype: str = AUTO,
     family: str | None = None,
@@ -320,8 +321,9 @@ def load(
     """Loads a model onto the devices. Raises ConfigError.
 
     model: "bundled", the folder of a run or a model, a name on the hub, or settings. step: of a
-    run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype: of the
-    computation, fp32, bf16 or auto. family: as model.family; one of your own must be named here.
+    run, the checkpoint, or best; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype:
+    of the computation, fp32, bf16 or auto. family: as model.family; one of your own must be named
+    here.
 
     Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """
@@ -355,7 +357,7 @@ def load(
 
 
 def open_model(
-    model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
+    model: ModelConfig, run: Path | None, step: int | str | None, dtype: str, seed: int
 ) -> LanguageModel:
     """Loads the model of these settings; with `run`, the weights that this run has trained. Raises
     ConfigError."""

@@ -116,8 +116,8 @@ class GgufTensors:
         tensor = self._entries[name]
         if tensor.type in PLAIN:
             return tensor.type
-        # No list says which types the package can read, so one block is tried.
         try:
+            # tried on one block: the package has names of more types than it can read
             self._dequantised(np.zeros((1, tensor.block_bytes), np.uint8), tensor)
         except NotImplementedError:
             return tensor.type

@@ -54,11 +54,13 @@ def _known_options(
     mesh = jax.sharding.get_mesh()
     # The default platform may be another than that of the mesh.
     place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    # the smallest program there is: only its options are asked about
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
-    # No call lists the options of a compiler, so a tiny program is compiled with them.
+    # No call lists the options of a compiler.
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()
     except jax.errors.JaxRuntimeError as error:
+        # another error is of this machine, and no matter of options
         if "No such compile option" not in str(error):
             raise
         names = ", ".join(name for name, _ in options)

@@ -40,6 +40,7 @@ def compiled_once(
     executables = {}
 
     def compiled(*args: Any) -> jax.stages.Compiled:
+        # jax.jit has a cache of its own, but gives no executable to ask about memory
         leaves, structure = jax.tree.flatten(args)
         # An executable takes only arrays that have its shapes and lie at its places.
         key = (structure, *((x.shape, x.dtype, x.sharding) for x in leaves))

@@ -79,6 +79,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     facts = [f"seed {run.status.get('seed')}", str(folder)]
     if type(count := run.status.get("parameters")) is int:
         facts.insert(0, f"{count:,} parameters")
+    # the page itself is written later, and may be written again
     files = [folder / name for name in ("metrics.jsonl", "status.json")]
     # Not the time of now: the same files make the same page.
     written = max(file.stat().st_mtime for file in files if file.is_file())
@@ -98,7 +99,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
 
 # By the word of status.json: the mood, and a sentence.
 _STANDINGS = {
-    "completed": ("good", ""),
+    "completed": ("good", "{early_stopping}"),
     "stopped": ("mid", "It was stopped by {stopped} after {steps}, with its state saved."),
     "failed": ("bad", "{error}"),
     "interrupted": ("bad", "{error}"),
@@ -123,12 +124,14 @@ def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     if not isinstance(word, str) or word not in _STANDINGS:
         word = "unknown"
     if word == "running" and is_alive is False:
+        # nobody wrote that it ended, and no process has the folder
         word = "killed"
     mood, sentence = _STANDINGS[word]
     # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
     steps = f"{last:,} step{'' if last == 1 else 's'}"
-    values = {"error": "The error is not known.", "stopped": "", **run.status, "steps": steps}
+    unknown = {"error": "The error is not known.", "stopped": "", "early_stopping": ""}
+    values = {**unknown, **run.status, "steps": steps}
     return word, mood, sentence.format_map(values)
 
 
@@ -141,6 +144,9 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, st
         yield "held-out accuracy", " → ".join(number_text(x, True) for x in values), note
     elif accuracy:
         yield "held-out accuracy", number_text(accuracy.last, True), "of the last evaluation"
+    if loss := run.series("eval/loss"):
+        value = " → ".join(number_text(x) for x in (loss.first, loss.last))
+        yield "held-out loss", value, f"the least is {number_text(loss.least)}"
     if reward := run.series("reward/mean"):
         value = " → ".join(map(number_text, ends(reward)))
         yield "reward", value, "mean of the first and of the last third of the steps"
@@ -210,7 +216,15 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
     steps = sorted(step for step in run.samples if run.groups(step))
     chosen = best_middle_worst(run.groups(steps[-1]) if steps else [])
     if chosen:
-        answers = [(f"reward {row['reward']:.3g}", row, _rewards(row)) for row in chosen]
+        answers = []
+        for row in chosen:
+            # `correct 1 · short 0.3 · advantage +0.62`
+            rewards = row.get("rewards")
+            every = rewards.items() if isinstance(rewards, dict) else ()
+            parts = [f"{escaped(str(name))} {x:.3g}" for name, x in every if is_number(x)]
+            if is_number(row.get("advantage")):
+                parts.append(f"advantage {row['advantage']:+.2f}")
+            answers.append((f"reward {row['reward']:.3g}", row, " · ".join(parts[:8])))
         title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
         yield html.examples(title, [(chosen[0], answers)])
 
@@ -222,15 +236,6 @@ def best_middle_worst(groups: list[list[dict]]) -> list[dict]:
     ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
     if not ranked:
         return []
+    # where rewards differ, the policy has learned something
     group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
     return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
-
-
-def _rewards(row: dict) -> str:
-    """`correct 1 · short 0.3 · advantage +0.62`."""
-    rewards = row.get("rewards")
-    every = rewards.items() if isinstance(rewards, dict) else ()
-    parts = [f"{escaped(str(name))} {x:.3g}" for name, x in every if is_number(x)]
-    if is_number(row.get("advantage")):
-        parts.append(f"advantage {row['advantage']:+.2f}")
-    return " · ".join(parts[:8])

@@ -71,6 +71,7 @@ class RougeL:
         ours = _units_of(completion, self.split)[:MOST]
         best = 0.0
         for text in references:
+            # the time grows with the product of both lengths
             theirs = _units_of(text, self.split)[:MOST]
             if common := common_length(ours, theirs):
                 best = max(best, 2 * common / (len(ours) + len(theirs)))
@@ -85,11 +86,17 @@ def _rouge_n(text: str, reference: str, n: int = 1) -> float:
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
-def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
-    They are the numbers of `rouge_score` with use_stemmer=False."""
+def similarity_scores(
+    texts: Sequence[str], references: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1, as
+    `rouge_score` with use_stemmer=False has them; and exact_match, 1 where the two are the same but
+    for white space around them: [E] float64."""
     pairs = list(zip(texts, references))
     return {
+        "exact_match": np.array(
+            [float(text.strip() == other.strip()) for text, other in pairs]
+        ),
         "rouge_1": np.array([_rouge_n(text, other, 1) for text, other in pairs]),
         "rouge_2": np.array([_rouge_n(text, other, 2) for text, other in pairs]),
         "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),

@@ -56,8 +56,11 @@ def fingerprint(
     model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
     training = run.training
     evaluation = plain(run.evaluation)
+    # how often a run looks changes nothing of what it learns
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
+    # the digests of `data` say which rows there are
+    task.pop("held_out_every", None)
     for reward in task["rewards"].values():
         if not reward["group"]:
             del reward["group"]
@@ -152,6 +155,7 @@ def _digests_of_code(settings: Plain) -> dict[str, str]:
     if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
         return {}
     name = settings.rpartition(".")[0]
+    # a class in a class: the module is what was imported
     while name and name not in sys.modules:
         name = name.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None)

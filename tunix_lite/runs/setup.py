@@ -323,8 +323,15 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
         check_embedded(task, task.learned)
+        rows = task.held_out(run.loss_examples, is_learned=True) if run.loss_examples else []
         for name in task.learned:
             task.demonstrations(first, name)
+            try:
+                task.demonstrations(rows, name)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; this row is held out: evaluation.loss_examples=0 measures no loss"
+                ) from error
     for name, teacher in needs.frozen_models.items():
         if teacher.prompt is not None:
             with error_context(f"algorithm.{name}"):
@@ -516,6 +523,11 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
+    if run.loss_examples:
+        count = min(run.loss_examples, len(run.task.source.held_out))
+        rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
+    if run.training.ranks:
+        rows.append(("best", run.training.use_of_best))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)

@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.plain_text import shown
@@ -43,6 +44,7 @@ CHOICES = {
     "memory_check": ("stop", "warn"),
     "reduce_dtype": ("float32", "bfloat16"),
     "tp_reduce_dtype": ("float32", "bfloat16"),
+    "best_is": ("auto", "highest", "lowest"),
 }
 
 
@@ -104,8 +106,16 @@ class TrainingConfig:
     save_interval_steps: int = 20
     # Number of newest checkpoints to keep, at least 1.
     keep_checkpoints: int = 2
-    # Number of checkpoints with the best held-out accuracy to keep as well. 0 keeps none.
+    # Number of checkpoints to keep as well that are best by best_metric. A new best is saved at
+    # once. 0 keeps none.
     keep_best_checkpoints: int = 0
+    # Metric that says which checkpoint is best (step=best), such as eval/accuracy or eval/loss.
+    best_metric: str = "eval/accuracy"
+    # What is better: highest or lowest. auto knows it of accuracies, losses, rewards and the like.
+    best_is: str = "auto"
+    # The run ends after this many measurements of best_metric in a row that are no new best. null
+    # goes on.
+    early_stopping_patience: int | None = None
     # Save and stop within this many minutes, for the time limit of a cluster. null sets no limit.
     max_minutes: float | None = None
     # Seconds between SIGTERM and the end of the machine. The run warns if an update takes longer.
@@ -133,6 +143,8 @@ class TrainingConfig:
         )
         rule = "must be at least 1, or null to derive it"
         _check_numbers(self, sizes, lambda x: x >= 1, rule)
+        rule = "must be at least 1, or null to go on"
+        _check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
         counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
         _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
@@ -142,6 +154,7 @@ class TrainingConfig:
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        is_lower_better(self.best_metric, self.best_is)
 
         # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
@@ -169,6 +182,23 @@ class TrainingConfig:
             )
 
     @property
+    def ranks(self) -> bool:
+        """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
+        return bool(self.keep_best_checkpoints or self.early_stopping_patience)
+
+    @property
+    def use_of_best(self) -> str:
+        """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
+        is_lower = is_lower_better(self.best_metric, self.best_is)
+        parts = []
+        if count := self.keep_best_checkpoints:
+            parts.append(f"{count} checkpoint{'s are' if count > 1 else ' is'} kept")
+        if count := self.early_stopping_patience:
+            parts.append(f"{count} measurements in a row that are no new best end the run")
+        which = "lowest" if is_lower else "highest"
+        return f"{which} {self.best_metric}: {', and '.join(parts)}"
+
+    @property
     def is_packed(self) -> bool:
         """Returns whether rows are packed, and packing is not still to be chosen."""
         return self.packing in ("sequences", "prefix")
@@ -176,8 +206,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Completions of held-out prompts, before the first update, at every interval and after the
-    last: one greedy one of each, and samples."""
+    """What is measured before the first update, at every interval and after the last: completions
+    of held-out prompts, one greedy one of each, and samples; and the loss of held-out rows."""
 
     # Held-out examples in an evaluation. 0 turns evaluation off.
     num_examples: int = 256
@@ -186,11 +216,14 @@ class EvaluationConfig:
     # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
     # draws none.
     num_samples: int = 4
+    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples. 0
+    # turns it off.
+    loss_examples: int | None = None
     # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 0.7
 
     def __post_init__(self):
-        counts = "num_examples interval_steps num_samples"
+        counts = "num_examples interval_steps num_samples loss_examples"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.temperature <= 0:
             raise ValueError(
@@ -297,11 +330,33 @@ class RunConfig:
                 f"{_multiple(every, updates)} training.max_steps="
                 f"{_multiple(training.max_steps, updates)}"
             )
-        if training.keep_best_checkpoints and not self.evaluation.num_examples:
+
+        # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
+        evaluation = self.evaluation
+        if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:
             raise ValueError(
-                "training.keep_best_checkpoints ranks by held-out accuracy; "
-                "evaluation.num_examples is 0"
+                f"evaluation.loss_examples={evaluation.loss_examples}: the loss of "
+                f"{type(self.algorithm).__name__} says nothing of held-out rows; leave it out, or "
+                "take algorithm=sft, dpo or distill"
             )
+        part, _, name = training.best_metric.partition("/")
+        of = "loss" if name in OF_LOSS else "num"
+        count = self.loss_examples if of == "loss" else evaluation.num_examples
+        if training.ranks and part == "eval" and not count:
+            raise ValueError(
+                f"training.best_metric={training.best_metric} is not measured, as "
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric, such "
+                "as training.best_metric=eval/loss with algorithm=sft"
+            )
+
+    @property
+    def loss_examples(self) -> int:
+        """Returns the number of held-out rows whose loss is measured; 0: of none."""
+        evaluation = self.evaluation
+        if self.algorithm.needs.held_out_loss is None:
+            return 0
+        wanted = evaluation.loss_examples
+        return evaluation.num_examples if wanted is None else wanted
 
     @property
     def learning_temperature(self) -> float:
@@ -414,6 +469,7 @@ def _check_overlap(run: RunConfig) -> None:
     algorithm = run.algorithm
     updates = algorithm.updates_per_rollout
     staleness = run.rollout.max_staleness
+    # the algorithm alone knows whether it may learn from older weights
     stale = algorithm.needs.fresh
     reasons = {
         "the algorithm learns from demonstrations, and nothing is sampled": (
@@ -453,7 +509,14 @@ def build(kind: Kind, value: object, where: str = "") -> Any:
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:
-        _check_mesh_form(value, where)
+        # A run's model.json was read before, so its lists are tuples.
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        lists = is_pair and all(isinstance(part, list | tuple) for part in value)
+        if not lists or any(name not in AXES for name in value[1]):
+            wrong = "the axes are fsdp and tp"
+            if not lists:
+                wrong = f"expected two lists, got {shown(value)}"
+            raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
 
@@ -517,17 +580,6 @@ def _path(named: type | Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _check_mesh_form(value: object, where: str) -> None:
-    """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
-    # A run's model.json was read before, so its lists are tuples.
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    lists = is_pair and all(isinstance(part, list | tuple) for part in value)
-    if lists and all(name in AXES for name in value[1]):
-        return
-    wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
-    raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
-
-
 def _expect_type(kind: type, value: object, where: str) -> Any:
     """The value, if it is of this very type. Raises ConfigError."""
     if type(value) is not kind and not (kind is list and type(value) is tuple):
@@ -540,6 +592,7 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
     fields = [field for field in dataclasses.fields(kind) if field.init]
     _refuse_unknown(values, [field.name for field in fields], where)
     empty = dataclasses.MISSING
+    # said here by name: Python would speak of an __init__
     required = [f.name for f in fields if f.default is empty and f.default_factory is empty]
     missing = ", ".join(name for name in required if name not in values)
     if missing and where:

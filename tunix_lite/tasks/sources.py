@@ -114,10 +114,14 @@ class FittingOrders:
 
 
 def first_fitting(
-    examples: Sequence[dict], count: int, look: Callable[[dict], str] | None
+    examples: Sequence[dict],
+    count: int,
+    look: Callable[[dict], str] | None,
+    setting: str = "num_examples",
 ) -> list[dict]:
     """The first `count` held-out examples that fit, or all that do if there are no more than
-    `count`. Raises ValueError if too few fit. look: None: all fit."""
+    `count`. Raises ValueError if too few fit. look: None: all fit. setting: of `evaluation`, which
+    says how many."""
     fitting = []
     first_unfit = ""
     # examples are made one by one, so no more of them than needed
@@ -131,8 +135,8 @@ def first_fitting(
         first_unfit = first_unfit or why
     if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
         raise ValueError(
-            f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
-            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower num_examples"
+            f"evaluation.{setting}={count}, but of {len(examples)} held-out prompts "
+            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower {setting}"
         )
     return fitting
 

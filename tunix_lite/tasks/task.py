@@ -333,10 +333,27 @@ class Task:
             return str(error)
         return ""
 
-    def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples that fit. Raises ValueError if too few do."""
-        look = replace(self, learned=()).look if self.leaves_out else None
-        return first_fitting(self.config.source.held_out, count, look)
+    def held_out(self, count: int, is_learned: bool = False) -> list[dict]:
+        """The first `count` held-out examples that fit. Raises ValueError if too few do.
+        is_learned: with what the algorithm learns from, for its loss; else their prompts are
+        enough."""
+        looked_at = self if is_learned else replace(self, learned=())
+        look = looked_at.look if self.leaves_out else None
+        setting = "loss_examples" if is_learned else "num_examples"
+        return first_fitting(self.config.source.held_out, count, look, setting)
+
+    def references(self, examples: list[dict], field: str | None = None) -> list[str] | None:
+        """The text of each example that a completion should resemble: in this field, or without one
+        the demonstration that SFT learns from. None: there are none, or not of every example."""
+        if field is not None:
+            return [str(example[field]) for example in examples]
+        if self.learned != ("completion",):
+            return None
+        try:
+            return [self.text.completion(example)[0].text for example in examples]
+        # an example has no demonstration
+        except ValueError:
+            return None
 
     # ---- tokens
 

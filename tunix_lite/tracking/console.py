@@ -25,6 +25,7 @@ LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
     "reward/mean": ("reward", "{:.3f}"),
     "completions/correct": ("right", "{:.0%}"),
+    "eval/loss": ("held-out loss", "{:.4f}"),
     "eval/accuracy": ("held-out accuracy", "{:.1%}"),
     "completions/mean_length": ("length", "{:.1f}"),
     "completions/truncated": ("cut", "{:.0%}"),
@@ -46,6 +47,14 @@ def averages_of_samples(metrics: Metrics) -> Metrics:
     """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
     names = [name for name in metrics if name.startswith("eval/avg_at_")]
     return {name.removeprefix("eval/"): metrics[name] for name in names}
+
+
+def scores_of(metrics: Metrics) -> Metrics:
+    """What status.json keeps of an evaluation, by name: accuracy, loss and `averages_of_samples`,
+    as far as there are numbers."""
+    names = [name for name in ("accuracy", "loss") if f"eval/{name}" in metrics]
+    scores = {name: metrics[f"eval/{name}"] for name in names} | averages_of_samples(metrics)
+    return {name: value for name, value in scores.items() if is_number(value)}
 
 
 def as_words(name: str) -> str:
@@ -136,7 +145,7 @@ class Console:
         line = step_line(step, self._max_steps, metrics, left)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
-        if "eval/accuracy" in metrics or is_due:
+        if is_due or any(name.startswith("eval/") for name in metrics):
             self._print(line)
 
     def seconds_left(self, step: int) -> float | None:

@@ -190,15 +190,16 @@ class SamplingEngine:
         vocab_size = self.model.cfg.vocab_size
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
+        # the engine calls in its own thread
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-        # It runs in the engine's thread, so all that it does is to put into a queue.
         def on_tokens(new: NewTokens) -> None:
             if new.reason is not None:
                 ended.put(new.message)
 
         sequences: dict[tuple[int, int], LiveSequence] = {}
         for p, (prompt, how) in enumerate(zip(prompts, settings)):
+            # what the model has positions for, whatever was asked
             room = self.model.cfg.max_positions - len(prompt)
             limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
             tokens = dict.fromkeys(how.stop_token_ids, "stop")

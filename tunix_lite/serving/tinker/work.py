@@ -115,6 +115,7 @@ class LiveModels:
         count = samples[0][1].num_samples
         prompts = [body.prompt_tokens for _, body in samples]
         settings = [body.sample_settings(request.id) for request, body in samples]
+        # all at once: slots are shared, and the weights are read once a token
         drawn = sampler.sample(prompts, count, settings)
         results = []
         for i, (_, body) in enumerate(samples):
@@ -130,12 +131,13 @@ def next_turn(
     `turns`) is longest ago. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
-        # Requests of a model change its weights, so their order counts; samples change nothing.
+        # requests of a model are done in their order, whichever came first
         if one.kind == "sample" or one.seq == next_seq.get(one.owner, 0):
             ready.setdefault(session_of(one.owner), []).append(one)
     if not ready:
         return []
     session = min(ready, key=lambda name: turns.get(name, 0))
+    # sessions take turns, so that one with many requests does not stop the others
     turns[session] = max(turns.values(), default=0) + 1
     first = ready[session][0]
     same = [one for one in ready[session] if one.owner == first.owner]
@@ -192,10 +194,12 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._wait_for_turn():
-                # Counted before it is done: otherwise a request that ends the server would be
-                # tried for ever.
                 tried = [
-                    one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS
+                    # counted on the disk first: a request that ends the process must not end it for
+                    # ever
+                    one
+                    for one in self._current
+                    if self.store.begin(one) <= _MOST_ATTEMPTS
                 ]
                 for request in self._current:
                     if request not in tried:
