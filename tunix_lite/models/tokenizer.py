@@ -189,6 +189,7 @@ class Tokenizer:
                     and (token.special or turn is answer)
                     and is_end(after.strip(), token.content)
                 ]
+                # Of tokens that begin alike, the longest is the one that stands there.
                 ends += [i for _, i in sorted(fit)[-1:]]
         return tuple(dict.fromkeys(ends))
 
@@ -508,6 +509,7 @@ class Tokenizer:
     @cached_property
     def _special_texts(self) -> re.Pattern:
         """Matches the text of any special token, the longest first."""
+        # The first alternative that matches wins, and some tokens begin as others do.
         tokens = sorted(
             self._special_tokens.values(), key=lambda token: len(token.content), reverse=True
         )
@@ -524,6 +526,7 @@ class Tokenizer:
         id."""
         # No text can hold a name of private characters, drawn anew in every process.
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        # It then takes what spells a special token as text.
         backend.encode_special_tokens = True
         prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
         names = {}
@@ -649,6 +652,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
     except ValueError:
         raise
     except BaseException as error:
+        # A panic of the library is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(

@@ -79,6 +79,7 @@ def num_blocks(vocabulary: int, tokens: int) -> int:
     needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
     wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
+    # A divisor needs no padding, which would be multiplied in vain.
     return next((n for n in near if vocabulary % n == 0), wanted)
 
 
@@ -148,12 +149,14 @@ def pulled_back(
     """The gradients of hidden and table, of what cotangent(products, block) gives for the products
     of a block, (number, table, *others). trains: None: the table does not train."""
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    # By part, so that tp adds up once, behind the loop.
     zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
     def one_block(
         total: jax.Array,
         block: tuple,
     ) -> tuple[jax.Array, jax.Array | None]:
+        # Block by block: no device ever holds the whole table.
         used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
         slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
 

@@ -81,6 +81,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         facts.insert(0, f"{count:,} parameters")
     # the page itself is written later, and may be written again
     files = [folder / name for name in ("metrics.jsonl", "status.json")]
+    # Not the time of now: the same files make the same page.
     written = max(file.stat().st_mtime for file in files if file.is_file())
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     of_accuracy = [chart for chart in charts if chart.title == "held-out accuracy"]

@@ -31,6 +31,7 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
         places.setdefault(unit, []).append(place)
     masks = {}
     for unit, places_of_unit in places.items():
+        # In bytes: to set a bit of one large int copies all of it.
         bits = bytearray(len(first) // 8 + 1)
         for place in places_of_unit:
             bits[place // 8] |= 1 << place % 8
@@ -39,6 +40,7 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
     left = every
     for unit in second:
         taken = left & masks.get(unit, 0)
+        # The sum may carry beyond the last bit.
         left = ((left + taken) | (left - taken)) & every
     return len(first) - left.bit_count()
 

@@ -70,6 +70,7 @@ def same_on_all(processes: Processes, take: Callable[[], Any]) -> Any:
     error = None
     try:
         taken = take()
+    # Raised only after the exchange, in which the other processes wait for this one.
     except ValueError as failed:
         error = str(failed)
     processes.check_same(

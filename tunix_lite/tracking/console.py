@@ -194,6 +194,7 @@ class Console:
         self._log.write(
             "".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines)
         )
+        # A run that is killed leaves its last line.
         self._log.flush()
 
 
@@ -255,6 +256,7 @@ class Screen:
 
     def print(self, text: str, style: str = "") -> None:
         """Prints a line, on a terminal in a colour: red, green, yellow or bold green."""
+        # Otherwise the text would stand behind the line that is rewritten.
         self.rewrite("")
         text = visible(text)
         if style and self.can_rewrite and not os.environ.get("NO_COLOR"):
@@ -272,6 +274,7 @@ class Screen:
         with contextlib.suppress(OSError, ValueError):
             # 0: the terminal does not know its size
             columns = os.get_terminal_size(self._stream.fileno()).columns or columns
+        # One column less, as a full line makes some terminals go on in the next one.
         self.write(f"\r\x1b[2K{visible(text)[: columns - 1]}")
         self.flush()
         self._is_rewritten = bool(text)
