@@ -42,7 +42,7 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import RunConfig
+from tunix_lite.settings.config import EVALUATED, RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.messages import fields_of
@@ -206,6 +206,11 @@ def find_parts(run: RunConfig) -> Parts:
     if run.task.packs_rows:
         with error_context("task"), Progress(StandardError(), task.config.source.doing):
             task.describe()
+        # a short text may hold out nothing
+        rows = min(EVALUATED, len(task.config.source.held_out))
+        if run.evaluation.loss_examples is None and run.algorithm.needs.held_out_loss:
+            evaluation = replace(run.evaluation, loss_examples=rows)
+            resolved = replace(resolved, run=replace(resolved.run, evaluation=evaluation))
     if run.training.epochs is not None:
         with error_context("task"):
             num_rows = len(task.counted_rows)
@@ -215,7 +220,7 @@ def find_parts(run: RunConfig) -> Parts:
         with error_context("training"):
             training = resolved.run.training.with_steps(*counts)
         resolved = replace(resolved, run=replace(resolved.run, training=training))
-    data = check_task(run, task, resolved.batch.prompts)
+    data = check_task(resolved.run, task, resolved.batch.prompts)
     return Parts(
         model,
         mesh,

@@ -36,7 +36,7 @@ from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 # ---- the settings of a run, one class per folder of conf/
 
 
-# Held-out examples in an evaluation, and rows of text whose loss is measured.
+# Held-out examples in an evaluation, and of text at most so many rows whose loss is measured.
 EVALUATED = 256
 # settings of Training that name one of a few
 CHOICES = {
@@ -388,10 +388,8 @@ class RunConfig:
         evaluation = self.evaluation
         if self.algorithm.needs.held_out_loss is None:
             return 0
-        if evaluation.loss_examples is not None:
-            return evaluation.loss_examples
-        # of rows of text nothing is sampled
-        return EVALUATED if self.task.packs_rows else evaluation.num_examples
+        wanted = evaluation.loss_examples
+        return evaluation.num_examples if wanted is None else wanted
 
     @property
     def learning_temperature(self) -> float:
