@@ -7,6 +7,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +24,7 @@ from tunix_lite.models import source
 from tunix_lite.models.families import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
+from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.sources import digest_of_data
 
 # a setting as YAML has it
@@ -37,6 +39,8 @@ LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
 LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
 # characters of a value in it
 LONGEST = 400
+# settings of a task that may name a data set of the hub
+HUB_SETTINGS = ("train", "held_out")
 
 
 def fingerprint(
@@ -58,6 +62,10 @@ def fingerprint(
     evaluation = plain(run.evaluation)
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
+    for name in HUB_SETTINGS:
+        if is_hub(task.get(name)):
+            # with the commit that was read
+            task[name] = getattr(run.task.source, name).file
     for reward in task["rewards"].values():
         if not reward["group"]:
             del reward["group"]
@@ -189,6 +197,18 @@ def packing_of(theirs: dict, file: Path) -> str:
     if packing not in PACKING:
         raise ValueError(f"{file}: packing={shown(packing)} is not {', '.join(PACKING)}")
     return packing
+
+
+def with_commits_of(theirs: dict, run: RunConfig) -> RunConfig:
+    """The run with the commits of the hub's data that the run with this fingerprint read, where its
+    settings name the same data and no commit."""
+    before = theirs.get("task")
+    pins = {}
+    for name in HUB_SETTINGS if isinstance(before, dict) else ():
+        ours = getattr(run.task, name, None)
+        if is_hub(ours) and HubData.parse(ours).may_be(str(before.get(name))):
+            pins[name] = before[name]
+    return replace(run, task=replace(run.task, **pins)) if pins else run
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:

@@ -50,6 +50,8 @@ def _check_in_memory(
     task: Task, train: Sequence[dict], held_out: Sequence[dict], num_held_out: int
 ) -> list[str]:
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
+    if isinstance(train, Rows) and train.forms:
+        said.append(f"rows as {' and '.join(train.forms)}")
     evaluated = replace(task, learned=())
     hashes = _hashes(task, train)
     hashes_then = _hashes(evaluated, held_out)

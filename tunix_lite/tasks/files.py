@@ -6,8 +6,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from tunix_lite.tasks.chat import same_as_answer
+from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_forms import Columns
 from tunix_lite.tasks.sources import FileSource
 from tunix_lite.tasks.task import Reward, TaskConfig
 
@@ -32,6 +34,9 @@ class FileRows(FileSource):
     on_error: str  # a malformed row: raise; skip: leave it out
     # a row that makes no prompt is malformed, too
     checker: PromptTemplate
+    columns: Columns = Columns()
+    # of each file, from its start; None: all
+    max_rows: int | None = None
 
     @cached_property
     def train(self) -> Rows:
@@ -49,13 +54,15 @@ class FileRows(FileSource):
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
         if self.held_out_file:
-            return self.rows(self.held_out_file)
+            return self.rows(self.held_out_file, "test")
         rows = self.rows(self.train_file)
         return rows.part(range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY))
 
-    def rows(self, file: str) -> Rows:
-        """All rows of a file."""
-        return rows_of(file, self.format, self.on_error, self.checker)
+    def rows(self, file: str, default_split: str = "train") -> Rows:
+        """All rows of a file or a data set of the hub. default_split: of one that names none."""
+        file = pinned(file, default_split) if is_hub(file) else file
+        settings = (self.format, self.on_error, self.checker, self.columns, self.max_rows)
+        return rows_of(file, *settings)
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,15 @@ class FilesTaskConfig(TaskConfig):
     correct: Callable | None = None
     # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
-    # File to train on. A run needs it, an evaluation does not.
+    # File to train on, or hub:org/name:config:split. A run needs it, an evaluation does not.
     train: str | None = None
-    # File to evaluate with. null holds out every tenth row of `train`.
+    # File to evaluate with, or hub:org/name:config:split. null holds out every tenth row of
+    # `train`.
     held_out: str | None = None
+    # Columns with other names in the file, such as {question: problem}. null has none.
+    fields: dict[str, str] | None = None
+    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
+    max_rows: int | None = None
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
@@ -94,6 +106,10 @@ class FilesTaskConfig(TaskConfig):
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
         check_on_error(self.on_error)
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
+        for name in filter(is_hub, (self.train, self.held_out)):
+            HubData.parse(name)
         rewards = dict(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -120,6 +136,8 @@ class FilesTaskConfig(TaskConfig):
             self.format,
             self.on_error,
             self.row_template,
+            Columns(tuple((self.fields or {}).items())),
+            self.max_rows,
         )
         settle("source", source)
         super().__post_init__()
