@@ -1,6 +1,5 @@
 """Data sets of the hub by name, from a hub of our own on the loopback: which split, which commit, from which cache."""
 
-
 import json
 import os
 import re
@@ -65,6 +64,7 @@ class Hub(BaseHTTPRequestHandler):
         parts = [urllib.parse.unquote(part) for part in place.strip("/").split("/")]
         is_api = parts[:2] == ["api", "datasets"]
         parts = parts[2:] if is_api else parts[1:]
+        parts += ["revision", "main"] if len(parts) == 2 else []
         repo, verb, revision, rest = "/".join(parts[:2]), parts[2], parts[3], "/".join(parts[4:])
         commits = REPOS.get(repo)
         if commits is None:
@@ -205,16 +205,24 @@ def test_what_cannot_be_had_says_what_to_type(hub):
     names = ["org/sums:main", "org/absent", "org/sums@v9", "org/sums:main:valid"]
     read = f"print(json.dumps([read('hub:' + name) for name in {names}]))"
     _, absent, revision, split = hub(read)
-    assert absent.startswith("hub:org/absent: ") and "`hf auth login` or HF_TOKEN opens those that are private" in absent
+    assert (
+        absent.startswith("hub:org/absent: ") and "`hf auth login` or HF_TOKEN opens those that are private" in absent
+    )
     assert "Revision 'v9'" in revision
     assert split == (
         f"hub:org/sums:main:valid: there is no split valid; write hub:org/sums:main:train, hub:org/sums:main:test"
     )
     offline = hub("print(json.dumps(read('hub:org/plain:default')))", HF_HUB_OFFLINE="1")
     assert offline.startswith("hub:org/plain:default is not in the cache ") and "HF_HUB_OFFLINE" in offline
-    line = re.search(r"type python -c '(.*)' and bring that cache here; or give a folder of its files: hub:FOLDER", offline)
+    line = re.search(
+        r"type python -c '(.*)' and bring that cache here; or give a folder of its files: hub:FOLDER", offline
+    )
     # what it says to type works, and fills the cache
-    hub(f"{line[1]}\nprint('null')".replace(", 'default')", ")") if "default" in line[1] else f"{line[1]}\nprint('null')")
+    hub(
+        f"{line[1]}\nprint('null')".replace(", 'default')", ")")
+        if "default" in line[1]
+        else f"{line[1]}\nprint('null')"
+    )
     assert hub("print(json.dumps(read('hub:org/plain:default')))", HF_HUB_OFFLINE="1")[1] == [[1, "5"]]
 
 

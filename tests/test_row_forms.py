@@ -85,7 +85,9 @@ def test_fields_give_columns_other_names():
     row = {"ask": "hi", "reply": "hello"}
     fields = (("prompt", "ask"), ("completion", "reply"))
     assert Columns(fields).read(row) == ("prompt, completion", {"prompt": "hi", "completion": "hello"})
-    with pytest.raises(ValueError, match=r"task.fields=\{question: problem\}, and the row has no 'problem': ask, reply"):
+    with pytest.raises(
+        ValueError, match=r"task.fields=\{question: problem\}, and the row has no 'problem': ask, reply"
+    ):
         Columns((("question", "problem"),)).read(row)
     with pytest.raises(ValueError, match=r"task.fields=\{reply: ask\}, and the row has a 'reply' already"):
         Columns((("reply", "ask"),)).read(row)

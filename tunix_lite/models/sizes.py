@@ -4,7 +4,7 @@ The rule. Heads come in fours, with one head of keys and values for each four. A
 models narrower than 256, 32 below 512, 64 below 2048, and 128 from there on. For each width, the
 depth is the one whose count comes nearest with a feed-forward of 8/3 widths, and the feed-forward,
 2 to 4 widths, takes what is left. Of the shapes within 2 % of the number, the one whose width is
-nearest to 64 times its depth is taken."""
+nearest to 64 times its depth is taken; it may be 4 to 1024 times."""
 
 import math
 import re
@@ -14,13 +14,16 @@ from tunix_lite.models import decoder
 from tunix_lite.models.architecture import MOST_LAYERS, Architecture
 from tunix_lite.models.weights import num_params
 
-# width of a model / its depth: 40 to 130 in published models
+# width of a model / its depth: 40 to 130 in published models; and how far it may be from that
 ASPECT = 64
+MOST_UNLIKE = math.log(16)
 # least width of a model -> width of its heads
 HEAD_DIMS = {2048: 128, 512: 64, 256: 32, 64: 16}
 # largest difference from the number that is asked for, as a share
 TOLERANCE = 0.02
 WIDEST = 16_384
+# the vocabulary is a multiple of it
+VOCAB_STEP = 128
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -35,10 +38,13 @@ def count_in(text: str | int) -> int:
 
 def sized(base: Architecture, target: str | int, vocab_size: int) -> Architecture:
     """An architecture of about `target` parameters, embeddings included, with the norms, the
-    activation and the positions of `base`. All its layers are global. Raises ValueError if no shape
-    of the rule is near.
+    activation and the positions of `base`. All its layers are global. vocab_size: tokens of the
+    tokenizer. Raises ValueError if no shape of the rule is near.
     Example: sized(base, "5M", 8192) has 4 layers of width 256."""
     count = count_in(target)
+
+    # a mesh divides it
+    vocab_size = -(-vocab_size // VOCAB_STEP) * VOCAB_STEP
 
     def shape(width: int, depth: int, mlp_dim: int) -> Architecture:
         head_dim = next(dim for least, dim in HEAD_DIMS.items() if width >= least)
@@ -66,11 +72,10 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
     def params(*sizes: int) -> int:
         return num_params(decoder.weights(shape(*sizes)))
 
-    found: list[tuple[float, tuple[int, int, int]]] = []
-    least = math.inf
-    width = min(HEAD_DIMS.values()) * 4
+    near: list[tuple[float, tuple[int, int, int]]] = []
+    narrowest = width = min(HEAD_DIMS)
     while width <= WIDEST:
-        # numbers of parameters are linear in the depth and in the feed-forward
+        # the number of parameters is linear in the depth and in the feed-forward
         step = max(8, width // 32)
         mlp_dim = round(8 / 3 * width / step) * step
         one_layer = params(width, 1, mlp_dim)
@@ -81,20 +86,19 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
         mlp_dim += round(missing / depth / each_column / step) * step
         mlp_dim = min(max(2 * width, mlp_dim), 4 * width)
         made = params(width, depth, mlp_dim)
-        least = min(least, made)
-        if abs(made / count - 1) <= TOLERANCE:
-            unlike = abs(math.log(width / depth / ASPECT))
-            found.append((unlike, (width, depth, mlp_dim)))
+        unlike = abs(math.log(width / depth / ASPECT))
+        if abs(made / count - 1) <= TOLERANCE and unlike <= MOST_UNLIKE:
+            near.append((unlike, (width, depth, mlp_dim)))
         if one_layer > 2 * count:
             break
         width += next(4 * dim for start, dim in HEAD_DIMS.items() if width >= start)
-    if not found:
+    if not near:
         raise ValueError(
-            f"target_params={target}: with {vocab_size:,} tokens no shape of the rule is within "
-            f"{TOLERANCE:.0%} of it, and the smallest has {least:,} parameters; give another "
-            "number, or a smaller vocabulary: tunix-lite tokenizer vocab_size=4096 out=FOLDER"
+            f"target_params={target}: no shape of the rule has about so many with {vocab_size:,} "
+            f"tokens, whose embedding has {vocab_size * narrowest:,} at width {narrowest}; give a "
+            "larger number, or a smaller vocabulary: tunix-lite tokenizer vocab_size=4096"
         )
-    return shape(*min(found)[1])
+    return shape(*min(near)[1])
 
 
 def described(cfg: Architecture) -> str:

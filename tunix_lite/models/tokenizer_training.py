@@ -49,6 +49,13 @@ def train_tokenizer(
     )
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(texts, trainer)
+    if kind == "unigram":
+        # the trainer leaves pieces that are as likely in any order
+        pieces = [
+            (text, score) for text, score in json.loads(backend.to_str())["model"]["vocab"]
+        ]
+        learned = sorted(pieces[len(SPECIAL) :])
+        backend.model = models.Unigram([*pieces[: len(SPECIAL)], *learned])
 
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))

@@ -133,14 +133,14 @@ def _explained(data: HubData) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno and not error.filename:
             # the disk is full
             raise
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        why = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        why = _first_line(error)
         if type(error).__name__ == "DatasetNotFoundError":
             raise ValueError(
                 f"{data}: {why} `hf auth login` or HF_TOKEN opens those that are private or gated"
             ) from None
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
         if not isinstance(error, ConnectionError) and "Connect" not in type(cause).__name__:
             raise ValueError(f"{data}: {why}") from None
         from datasets import config
@@ -151,6 +151,10 @@ def _explained(data: HubData) -> Iterator[None]:
         line = f"import datasets; datasets.load_dataset({given}{revision})"
         raise ValueError(
             f"{data} is not in the cache {config.HF_DATASETS_CACHE}, and the hub cannot be "
-            f"reached: {why}. Where there is a network type python -c {shlex.quote(line)} and "
+            f"reached: {_first_line(cause)}. Where there is a network type python -c {shlex.quote(line)} and "
             "bring that cache here; or give a folder of its files: hub:FOLDER"
         ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
