@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.row_forms import FORMS, Columns
 from tunix_lite.tasks.task import Task
-from tunix_lite.models.source import BUNDLED
-from tunix_lite.models.tokenizer import Tokenizer
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM = {"role": "system", "content": "be brief"}

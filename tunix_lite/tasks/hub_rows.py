@@ -3,7 +3,6 @@ cache, or streamed. `hub:openai/gsm8k@main:main:train` is name, revision, config
 
 import contextlib
 import re
-import shlex
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 HUB = "hub:"
 _NAME = re.compile(r"hub:([^:@]+)(?:@([^:@]+))?(?::([^:]*))?(?::([^:]+))?")
 _SHA = re.compile("[0-9a-f]{40}")
+USUAL_SPLITS = ("train", "test", "validation")
 
 
 class HubData(NamedTuple):
@@ -145,14 +145,17 @@ def _explained(data: HubData) -> Iterator[None]:
             raise ValueError(f"{data}: {why}") from None
         from datasets import config
 
-        names = [data.repo] + ([data.config] if data.config else [])
-        given = ", ".join(map(repr, names))
-        revision = f", revision={data.revision!r}" if data.revision else ""
-        line = f"import datasets; datasets.load_dataset({given}{revision})"
+        # one part after the name may be a split
+        names = [data.repo]
+        if data.config is not None and (data.split or data.config not in USUAL_SPLITS):
+            names.append(data.config)
+        line = ", ".join(f'"{name}"' for name in names)
+        line += f', revision="{data.revision}"' if data.revision else ""
         raise ValueError(
             f"{data} is not in the cache {config.HF_DATASETS_CACHE}, and the hub cannot be "
-            f"reached: {_first_line(cause)}. Where there is a network type python -c {shlex.quote(line)} and "
-            "bring that cache here; or give a folder of its files: hub:FOLDER"
+            f"reached: {_first_line(cause)}. Where there is a network type python -c 'import "
+            f"datasets; datasets.load_dataset({line})' and bring that cache here; or give a folder "
+            "of its files: hub:FOLDER"
         ) from None
 
 
