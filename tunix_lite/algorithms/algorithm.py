@@ -139,6 +139,10 @@ class TaskInterface(Protocol):
         """tokens, token_mask and completion_mask [B, T]: prompts with the demonstrations that are
         in the field `name`."""
 
+    def segments(self, examples: list[dict]) -> np.ndarray | None:
+        """[B, T] int32: the documents of the tokens that `demonstrations` gives, as
+        Batch.segment_ids; None: each row is one."""
+
     def truncated(self, examples: list[dict]) -> int:
         """Counts the prompts that have lost their beginning."""
 

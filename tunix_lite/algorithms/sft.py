@@ -45,7 +45,8 @@ class SFT:
         weights = weights_of_learned(
             self.weighting, completion_mask, np.ones(count, bool), np.arange(count), 1
         )
-        return Batch(tokens=tokens, token_mask=token_mask, loss_weight=weights), metrics, None
+        batch = Batch(tokens, token_mask, weights, segment_ids=task.segments(examples))
+        return batch, metrics, None
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         return -jnp.sum(batch.loss_weight * scores.logprobs), {}

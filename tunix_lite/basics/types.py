@@ -255,6 +255,9 @@ class Batch:
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+    # int32, number of the token's document in its row, from 1; 0: padding. A token sees only its
+    # own document. None: a sequence is one
+    segment_ids: Any = None
     # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 

@@ -1,7 +1,6 @@
 """`tunix-lite tokenizer task=text task.train=stories.txt out=FOLDER`: a tokenizer for a model with
 random weights, trained on the texts that it will learn from."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from tunix_lite.commands import program
 from tunix_lite.models.tokenizer_training import train_tokenizer
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.sources import spread
-from tunix_lite.tasks.task import TaskConfig
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,6 @@ def main() -> None:
     program.run_command("tokenizer", TokenizerConfig, _train)
 
 
-def texts_of(task: TaskConfig, example: dict) -> Iterator[str]:
-    """The texts of an example that a model reads or writes: its messages and what answers them."""
-    messages = task.template.messages(example)
-    if task.prompt is None:
-        messages = [*messages, *task.template.split(example)[1]]
-    yield from (message.text for message in messages)
-    for name in ("completion", "chosen", "rejected"):
-        if isinstance(example.get(name), str):
-            yield example[name]
-
-
 def _train(run: RunConfig, settings: TokenizerConfig) -> None:
     """Trains the tokenizer, and says how large and how good it is. Raises ConfigError."""
     folder = Path(settings.out).expanduser()
@@ -59,14 +46,12 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
         if (folder / "tokenizer.json").exists() and not settings.overwrite:
             raise ValueError(f"{folder} has a tokenizer; overwrite=true replaces it")
     with error_context("task"):
-        rows = run.task.source.train
-        places = spread(len(rows), settings.num_examples or len(rows))
-        texts = [text for i in places for text in texts_of(run.task, rows[i])]
+        texts = list(run.task.texts(settings.num_examples))
     with error_context(""):
         made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
     sample = [texts[i] for i in spread(len(texts), 1000)]
     count = sum(len(made.encode(text)) for text in sample)
     size = sum(len(text.encode()) for text in sample)
-    print(f"{made.num_tokens:,} tokens from {len(texts):,} texts of {len(places):,} examples")
+    print(f"{made.num_tokens:,} tokens from {len(texts):,} texts")
     print(f"a token stands for {size / max(1, count):.2f} bytes of them on average")
     print(f"written to {folder}: model=random model.target_params=5M model.tokenizer={folder}")

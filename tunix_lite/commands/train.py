@@ -106,7 +106,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     parts = find_parts(run)
     with error_context("hydra.run.dir"):
         run_dir.check()
-    resume_from = resume_from_folder(run, run_dir)
+    resume_from = resume_from_folder(parts.resolved.run, run_dir)
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
     if resume_from is not None:
         earlier = RunDir(resume_from.parent)

@@ -420,6 +420,16 @@ def put(x: ArrayLike, *axes: str) -> jax.Array:
     return jax.device_put(x, to)
 
 
+def own_rows(count: int, num_rows: int = 0) -> np.ndarray:
+    """[count] bool: which rows of a batch this process's devices hold. num_rows: with empty rows
+    after them, the batch has so many."""
+    shape = (max(count, num_rows),)
+    is_own = np.zeros(shape, bool)
+    for index in sharding(("batch",), shape).addressable_devices_indices_map(shape).values():
+        is_own[index] = True
+    return is_own[:count]
+
+
 def current_mesh() -> Mesh:
     """The mesh that `jax.set_mesh` made current. Raises RuntimeError if there is none."""
     mesh = jax.sharding.get_mesh()

@@ -24,7 +24,7 @@ from tunix_lite.models import source
 from tunix_lite.models.families import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
-from tunix_lite.tasks.hub_rows import HubData, is_hub
+from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
 from tunix_lite.tasks.sources import digest_of_data
 
 # a setting as YAML has it
@@ -39,8 +39,8 @@ LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
 LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
 # characters of a value in it
 LONGEST = 400
-# settings of a task that may name a data set of the hub
-HUB_SETTINGS = ("train", "held_out")
+# settings of a task that may name a data set of the hub, and the split where they name none
+HUB_SETTINGS = {"train": "train", "held_out": "test"}
 
 
 def fingerprint(
@@ -62,11 +62,12 @@ def fingerprint(
     evaluation = plain(run.evaluation)
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
-    for name in HUB_SETTINGS:
+    task.pop("cache", None)
+    for name, split in HUB_SETTINGS.items():
         if is_hub(task.get(name)):
             # with the commit that was read
-            task[name] = getattr(run.task.source, name).file
-    for reward in task["rewards"].values():
+            task[name] = pinned(task[name], split)
+    for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
     values = {
@@ -111,7 +112,7 @@ def fingerprint(
         }
         values["frozen_weights"] = digests
     if run.task.environment is None:
-        del task["environment"]
+        task.pop("environment", None)
     else:
         # time limits and processes of environments change no answer
         left_out = ("_target_", "timeout", "workers")
@@ -135,6 +136,8 @@ def fingerprint(
         values["optimizer"]["shards"] = shards
     if run.optimizer.schedule != "constant":
         values["training"]["max_steps"] = training.max_steps
+    if training.epochs is not None:
+        values["training"]["last_batch"] = training.last_batch
     for name in ("reduce_dtype", "tp_reduce_dtype"):
         if getattr(training, name) != "float32":
             values["training"][name] = getattr(training, name)

@@ -317,6 +317,8 @@ class Watch:
             metrics |= advantage_metrics(done.experience.batch)
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
         metrics["train/num_tokens"] = self.num_tokens
+        if run.training.epochs is not None:
+            metrics["train/epoch"] = run.training.epochs * done.step / run.training.max_steps
 
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = learning_rate_at(

@@ -33,6 +33,8 @@ from tunix_lite.settings.hints import shell_quoted
 _OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
 # For data of the user's and a model by its name, such as model=qwen3_0.6b.
 _OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
+# Held-out examples in an evaluation.
+_EVALUATED = 256
 # Of conversations, and of several completions of a prompt, which are to differ.
 _TEMPERATURE = 0.7
 
@@ -45,6 +47,14 @@ def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     if name == "temperature":
         has_prompt = _root_.get("prompt") is not None or _root_.get("prompts") is not None
         return 0.0 if has_prompt and _root_["num_generations"] == 1 else _TEMPERATURE
+    # the rows of text: all tokens but the first are learned
+    row_tokens = _root_["task"].get("row_tokens")
+    if row_tokens is not None:
+        return {"max_prompt_length": 1, "max_new_tokens": row_tokens - 1, "num_examples": 0}[
+            name
+        ]
+    if name == "num_examples":
+        return _EVALUATED
     lengths = _root_["task"].get("lengths")
     if lengths is not None:
         return lengths[name]

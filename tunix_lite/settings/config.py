@@ -37,6 +37,7 @@ from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 # settings of Training that name one of a few
 CHOICES = {
     "packing": (*PACKING, "auto"),
+    "last_batch": ("drop", "keep"),
     "mixed_precision": (*DTYPES, "auto"),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
@@ -60,8 +61,13 @@ def _check_numbers(
 class TrainingConfig:
     """Settings of training: its length, the size of its batches, and what is kept."""
 
-    # Number of optimizer updates.
-    max_steps: int = 60
+    # Number of optimizer updates. null takes 60, or those of `epochs`.
+    max_steps: int | None = None
+    # Passes over the training rows, in place of max_steps. null counts updates.
+    epochs: int | None = None
+    # Rows at the end of an epoch that fill no batch: drop, or keep (a smaller batch, for sft and
+    # dpo).
+    last_batch: str = "drop"
     # Prompts in one update. null derives it from micro_batch_size and gradient_accumulation_steps.
     prompts_per_step: int | None = 16
     # Sequences per fsdp shard in one forward and backward pass. null derives the number. auto takes
@@ -133,7 +139,13 @@ class TrainingConfig:
         )
         rule = "must be at least 1, or null to derive it"
         _check_numbers(self, sizes, lambda x: x >= 1, rule)
-        counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
+        if self.last_batch == "keep" and self.epochs is None:
+            raise ValueError(
+                "last_batch=keep is about the end of an epoch; give training.epochs"
+            )
+        if self.max_steps is None and self.epochs is None:
+            object.__setattr__(self, "max_steps", 60)
+        counts = "max_steps epochs log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
         _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
         rule = "must be above 0, or null for no limit"
@@ -289,13 +301,19 @@ class RunConfig:
         training = self.training
         every = training.save_interval_steps
         updates = self.algorithm.updates_per_rollout
-        if every % updates or training.max_steps % updates:
+        # epochs are whole rollouts
+        last = training.max_steps or updates
+        if every % updates or last % updates:
             raise ValueError(
-                f"training.save_interval_steps={every} and training.max_steps={training.max_steps} "
+                f"training.save_interval_steps={every} and training.max_steps={last} "
                 f"must be multiples of algorithm.updates_per_rollout={updates}: a run stops and "
                 "resumes between two rollouts: training.save_interval_steps="
-                f"{_multiple(every, updates)} training.max_steps="
-                f"{_multiple(training.max_steps, updates)}"
+                f"{_multiple(every, updates)} training.max_steps={_multiple(last, updates)}"
+            )
+        if training.last_batch == "keep" and not self.algorithm.needs.demonstrations:
+            raise ValueError(
+                "training.last_batch=keep is for algorithms that learn from rows, such as sft: "
+                "completions are sampled for whole batches; set training.last_batch=drop"
             )
         if training.keep_best_checkpoints and not self.evaluation.num_examples:
             raise ValueError(
@@ -363,6 +381,8 @@ def _check_task(run: RunConfig) -> None:
     needs = run.algorithm.needs
     with error_context("task"):
         run.task.check_algorithm(bool(needs.demonstrations))
+        if run.task.packs_rows:
+            _check_rows_of_text(run)
         if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
@@ -391,6 +411,29 @@ def _check_task(run: RunConfig) -> None:
             f"conversation.credit={run.conversation.credit} compares turns, and "
             "algorithm.advantages compares whole completions; set conversation.credit=end"
         )
+
+
+def _check_rows_of_text(run: RunConfig) -> None:
+    """Raises ValueError for settings that do not go with rows that the task fills."""
+    row_tokens = run.task.row_tokens
+    generation = run.generation
+    if generation.max_prompt_length + generation.max_new_tokens != row_tokens:
+        raise ValueError(
+            f"row_tokens={row_tokens} is the length of a row of text; leave out "
+            "generation.max_prompt_length and max_new_tokens"
+        )
+    if generation.long_prompts != "error":
+        raise ValueError(
+            f"its rows are never too long: generation.long_prompts={generation.long_prompts} "
+            "changes nothing; leave it out"
+        )
+    if run.training.is_packed:
+        raise ValueError(
+            f"its rows are full already, and training.packing={run.training.packing} packs rows; "
+            "set training.packing=none"
+        )
+    if run.evaluation.num_examples:
+        raise ValueError("it has no prompts to sample from; set evaluation.num_examples=0")
 
 
 def _multiple(wanted: int, step: int) -> int:

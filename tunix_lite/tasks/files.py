@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from tunix_lite.tasks.chat import same_as_answer
-from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
+from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
 from tunix_lite.tasks.row_forms import Columns
@@ -60,9 +60,8 @@ class FileRows(FileSource):
 
     def rows(self, file: str, default_split: str = "train") -> Rows:
         """All rows of a file or a data set of the hub. default_split: of one that names none."""
-        file = pinned(file, default_split) if is_hub(file) else file
         settings = (self.format, self.on_error, self.checker, self.columns, self.max_rows)
-        return rows_of(file, *settings)
+        return rows_of(file, *settings, default_split=default_split)
 
 
 @dataclass(frozen=True)

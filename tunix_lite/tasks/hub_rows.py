@@ -2,15 +2,22 @@
 cache, or streamed. `hub:openai/gsm8k@main:main:train` is name, revision, config and split."""
 
 import contextlib
+import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunix_lite.models.hub import commit_of_data
+
 HUB = "hub:"
 _NAME = re.compile(r"hub:([^:@]+)(?:@([^:@]+))?(?::([^:]*))?(?::([^:]+))?")
 _SHA = re.compile("[0-9a-f]{40}")
+# rows of a row group of Parquet
+GROUP_ROWS = 20_000
 USUAL_SPLITS = ("train", "test", "validation")
 
 
@@ -96,6 +103,26 @@ def rows_of_hub(name: str, is_streamed: bool) -> Iterator[tuple[int, dict]]:
         yield from enumerate(rows, start=1)
 
 
+def parquet_of_hub(name: str, folder: Path) -> Path:
+    """A Parquet file with the rows of a pinned name, in this folder; written where it is missing.
+    Raises ValueError."""
+    place = folder / hashlib.sha256(name.encode()).hexdigest()[:16]
+    if not place.is_dir():
+        data = HubData.parse(name)
+        with _explained(data):
+            builder = _builder(data.repo, data.revision, data.config)
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=data.split)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as made:
+            rows.to_parquet(f"{made}/{data.split}.parquet", batch_size=GROUP_ROWS)
+            # else another process was first
+            with contextlib.suppress(OSError):
+                os.rename(made, place)
+    [file] = place.iterdir()
+    return file
+
+
 # a start asks twice, for two splits
 @lru_cache(maxsize=8)
 def _builder(repo: str, revision: str | None, config: str | None) -> Any:
@@ -106,6 +133,11 @@ def _builder(repo: str, revision: str | None, config: str | None) -> Any:
         raise ImportError(
             f"{HUB}{repo} is read by the datasets library: pip install -e '.[hub]'"
         ) from error
+    if not Path(repo).is_dir():
+        commit = commit_of_data(repo, revision)
+        # else the library would try for minutes
+        datasets.config.HF_HUB_OFFLINE |= commit is None
+        revision = commit or revision
     builder = datasets.load_dataset_builder(repo, config, revision=revision)
     if revision is None or not _SHA.fullmatch(revision) or builder.hash == revision:
         return builder
@@ -134,10 +166,6 @@ def _explained(data: HubData) -> Iterator[None]:
             # the disk is full
             raise
         why = _first_line(error)
-        if type(error).__name__ == "DatasetNotFoundError":
-            raise ValueError(
-                f"{data}: {why} `hf auth login` or HF_TOKEN opens those that are private or gated"
-            ) from None
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -43,11 +43,35 @@ def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
-def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
-    """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch."""
+def batch_at(
+    examples: Sequence[dict],
+    batch_size: int,
+    seed: int,
+    step: int,
+    last_batch: str | None = None,
+) -> list[dict]:
+    """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch.
+    last_batch: what becomes of the examples at the end of an epoch that fill no batch: drop, or
+    keep, a smaller one; None: the next epoch fills it."""
     order = _order_of(examples, seed)
     places = range(step * batch_size, (step + 1) * batch_size)
+    if last_batch is not None:
+        each = batches_of_epoch(len(examples), batch_size, last_batch)
+        epoch, number = divmod(step, each)
+        end = min((number + 1) * batch_size, len(examples))
+        begin = epoch * len(examples)
+        places = range(begin + number * batch_size, begin + end)
     return [examples[int(order[place])] for place in places]
+
+
+def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
+    """Counts the batches of a pass over so many examples. Raises ValueError if there is none."""
+    if last_batch == "drop" and count < batch_size:
+        raise ValueError(
+            f"an epoch of {count:,} rows has no batch of {batch_size:,}; "
+            f"training.prompts_per_step={count} fits, or training.last_batch=keep"
+        )
+    return -(-count // batch_size) if last_batch == "keep" else count // batch_size
 
 
 class FittingOrders:
@@ -151,6 +175,8 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
+    if isinstance(own := getattr(examples, "digest", None), str):
+        return own
     known = examples.known if isinstance(examples, Rows) else {}
     if "digest" in known:
         return known["digest"]

@@ -54,6 +54,7 @@ from tunix_lite.tasks.sources import (
     digest,
     digest_of_data,
     first_fitting,
+    spread,
 )
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
@@ -149,6 +150,13 @@ class TaskConfig:
         _check_call("correct", self.correct, "completion, example")
         _check_call("extract", self.extract, "completion")
 
+    # whether its examples are rows that hold as many tokens as fit (tasks/text.py)
+    packs_rows = False
+
+    def task(self, *arguments: Any, **settings: Any) -> "Task":
+        """Its Task, with these arguments after the settings."""
+        return Task(self, *arguments, **settings)
+
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """Raises ValueError if the algorithm cannot learn from this task. needs_demonstrations: it
         learns from rows; else from completions that it samples."""
@@ -157,6 +165,18 @@ class TaskConfig:
     def template(self) -> PromptTemplate:
         """Template of the messages of an example."""
         return PromptTemplate(self.prompt, self.system, self.learned_turns)
+
+    def texts(self, limit: int | None) -> Iterator[str]:
+        """The texts of training examples that a model reads or writes: messages and what answers
+        them. limit: of the examples, which are evenly spread; None: all. Raises ValueError."""
+        rows = self.source.train
+        for i in spread(len(rows), limit or len(rows)):
+            messages = self.template.messages(rows[i])
+            if self.prompt is None:
+                messages = [*messages, *self.template.split(rows[i])[1]]
+            yield from (message.text for message in messages)
+            answers = (rows[i].get(name) for name in ("completion", "chosen", "rejected"))
+            yield from (answer for answer in answers if isinstance(answer, str))
 
     def functions(self) -> dict[str, Callable]:
         """Returns all functions that are called on completions, by the name in messages:
@@ -238,6 +258,8 @@ class Task:
     environments: EnvironmentPool | None = None
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
+    # how an epoch ends (training.last_batch); None: the data goes round without end
+    last_batch: str | None = None
     # the orders of examples that fit, by what they depend on; all that `replace` makes share it
     orders: dict = field(default_factory=dict, compare=False, repr=False)
 
@@ -287,8 +309,9 @@ class Task:
         train = self.config.source.train
 
         def take() -> tuple[list[dict], int]:
-            if not self.leaves_out:
-                return batch_at(train, batch_size, seed, step), 0
+            if self.last_batch is not None or not self.leaves_out:
+                rows = train if self.last_batch is None else self.counted_rows
+                return batch_at(rows, batch_size, seed, step, self.last_batch), 0
             key = self.look_settings
             orders = self.orders.get(key)
             if orders is None or not orders.are_of(train):
@@ -296,6 +319,20 @@ class Task:
             return orders.batch(batch_size, seed, step)
 
         return same_on_all(self.processes, take)
+
+    @property
+    def counted_rows(self) -> Sequence[dict]:
+        """The training examples that an epoch has: those that fit, all of which are looked at."""
+        train = self.config.source.train
+        if not self.leaves_out:
+            return train
+        key = ("epoch", *self.look_settings)
+        if key not in self.orders:
+            fitting = [row for i in range(len(train)) if not self.look(row := train[i])]
+            if not fitting:
+                raise ValueError(f"none of {len(train):,} training examples can be taken")
+            self.orders[key] = fitting
+        return self.orders[key]
 
     @property
     def skips(self) -> bool:
@@ -410,6 +447,10 @@ class Task:
             token_mask_BT[i, begin:end] = True
             completion_mask_BT[i, middle:end] = learned
         return tokens_BT, token_mask_BT, completion_mask_BT
+
+    def segments(self, examples: list[dict]) -> np.ndarray | None:
+        """The documents of each example's tokens, as Batch.segment_ids; None: each is one."""
+        return None
 
     def truncated(self, examples: list[dict]) -> int:
         """Counts the prompts that are longer than `max_prompt_length`."""

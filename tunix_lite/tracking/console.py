@@ -75,23 +75,25 @@ class Console:
         quiet: bool = False,
         mode: str = "plain",
         evaluates_every: int = 0,
+        epochs: int | None = None,
     ):
         """every: steps between two lines on the screen. stream: the screen; None: standard output.
         quiet: print nothing; of several processes only the first prints. mode: tracking.console.
-        evaluates_every: steps between two evaluations; 0: there is one at the end, or none. Raises
-        OSError."""
+        evaluates_every: steps between two evaluations; 0: there is one at the end, or none. epochs:
+        passes over the data that max_steps are; None: they are not counted. Raises OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._screen = Screen(stream or sys.stdout)
         self._is_quiet = mode == "quiet"
         self._log = log_file.open("a", encoding="utf-8")
         self._max_steps = max_steps
+        self._epochs = epochs
         self._every = every
         self._evaluates_every = evaluates_every
         # of the steps so far, and of the last evaluation
         self._seconds: list[float] = []
         self._of_evaluation = 0.0
-        self._headline = _head_of(0, max_steps, None)
+        self._headline = self._head(0, None)
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Prints what the run is. rows: (name, text) of each line."""
@@ -124,7 +126,7 @@ class Console:
 
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from."""
-        self._headline = _head_of(step, self._max_steps, None)
+        self._headline = self._head(step, None)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
@@ -132,8 +134,8 @@ class Console:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
-        self._headline = _head_of(step, self._max_steps, left)
-        line = step_line(step, self._max_steps, metrics, left)
+        self._headline = self._head(step, left)
+        line = step_line(self._headline, metrics)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
         if "eval/accuracy" in metrics or is_due:
@@ -165,6 +167,16 @@ class Console:
         self._screen.rewrite("")
         self._log.close()
 
+    def _head(self, step: int, seconds_left: float | None) -> list[str]:
+        """`step 12/60 20%`, `epoch 0.40 of 2` and `eta 1m20s`; None: not known."""
+        parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
+        if self._epochs is not None:
+            passed = self._epochs * step / self._max_steps
+            parts.append(f"epoch {passed:.2f} of {self._epochs}")
+        if seconds_left is not None:
+            parts.append(f"eta {seconds_in_words(seconds_left)}")
+        return parts
+
     def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
         if not self._is_quiet or is_loud:
             self._screen.print(text, style)
@@ -176,18 +188,10 @@ class Console:
         self._log.flush()
 
 
-def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
-    """`step 12/60 20%` and `eta 1m20s`; None: not known."""
-    parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
-    return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
-
-
-def step_line(
-    step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
-) -> str:
+def step_line(head: list[str], metrics: Metrics) -> str:
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
     of a user's observers come first, so that a narrow terminal shows them."""
-    parts = _head_of(step, max_steps, seconds_left)
+    parts = list(head)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
