@@ -165,11 +165,8 @@ def _explained(data: HubData) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno and not error.filename:
             # the disk is full
             raise
-        why = _first_line(error)
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        if not isinstance(error, ConnectionError) and "Connect" not in type(cause).__name__:
+        if not isinstance(error, ConnectionError):
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{data}: {why}") from None
         from datasets import config
 
@@ -181,11 +178,7 @@ def _explained(data: HubData) -> Iterator[None]:
         line += f', revision="{data.revision}"' if data.revision else ""
         raise ValueError(
             f"{data} is not in the cache {config.HF_DATASETS_CACHE}, and the hub cannot be "
-            f"reached: {_first_line(cause)}. Where there is a network type python -c 'import "
+            "reached, or HF_HUB_OFFLINE is set. Where there is a network type python -c 'import "
             f"datasets; datasets.load_dataset({line})' and bring that cache here; or give a folder "
             "of its files: hub:FOLDER"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
