@@ -29,6 +29,7 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.serve import ServeConfig
+from tunix_lite.commands.tokenizer import TokenizerConfig
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
@@ -63,6 +64,7 @@ PROGRAMS = {
     "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
+    "tokenizer": TokenizerConfig,
 }
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}

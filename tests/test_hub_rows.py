@@ -284,10 +284,10 @@ def test_another_form_is_refused_before_anything_is_read(name):
     ],
 )
 def test_a_resumed_run_takes_the_commit_that_it_began_with(ours, is_pinned):
-    run = compose(["task=jsonl", "algorithm=sft", f"task.train={ours}"])
+    task = compose(["task=jsonl", "algorithm=sft", f"task.train={ours}"]).task
     before = {"task": {"train": f"hub:org/sums@{OLD}:main:train", "held_out": None}}
-    assert with_commits_of(before, run).task.train == (before["task"]["train"] if is_pinned else ours)
-    assert with_commits_of({"task": {"train": "rows.jsonl"}}, run) == with_commits_of({}, run) == run
+    assert with_commits_of(before, task).train == (before["task"]["train"] if is_pinned else ours)
+    assert with_commits_of({"task": {"train": "rows.jsonl"}}, task) == with_commits_of({}, task) == task
 
 
 def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ _WEIGHTS = ("*.safetensors",)
 _NEVER = ("*/*", "consolidated*")
 
 # seconds that the hub has to name a commit
-TIMEOUT = 10.0
+_TIMEOUT = 10.0
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
@@ -57,7 +57,7 @@ def commit_of_data(repo: str, revision: str | None) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        return HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT).sha
+        return HfApi().dataset_info(repo, revision=revision, timeout=_TIMEOUT).sha
     except errors.HfHubHTTPError as error:
         raise ValueError(_explain(error, repo, revision, "data set")) from None
     except errors.HTTPError:

@@ -15,15 +15,15 @@ from tunix_lite.models.architecture import MOST_LAYERS, Architecture
 from tunix_lite.models.weights import num_params
 
 # width of a model / its depth: 40 to 130 in published models; and how far it may be from that
-ASPECT = 64
-MOST_UNLIKE = math.log(16)
+_ASPECT = 64
+_MOST_UNLIKE = math.log(16)
 # least width of a model -> width of its heads
-HEAD_DIMS = {2048: 128, 512: 64, 256: 32, 64: 16}
+_HEAD_DIMS = {2048: 128, 512: 64, 256: 32, 64: 16}
 # largest difference from the number that is asked for, as a share
-TOLERANCE = 0.02
-WIDEST = 16_384
+_TOLERANCE = 0.02
+_WIDEST = 16_384
 # the vocabulary is a multiple of it
-VOCAB_STEP = 128
+_VOCAB_STEP = 128
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -44,10 +44,10 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
     count = count_in(target)
 
     # a mesh divides it
-    vocab_size = -(-vocab_size // VOCAB_STEP) * VOCAB_STEP
+    vocab_size = -(-vocab_size // _VOCAB_STEP) * _VOCAB_STEP
 
     def shape(width: int, depth: int, mlp_dim: int) -> Architecture:
-        head_dim = next(dim for least, dim in HEAD_DIMS.items() if width >= least)
+        head_dim = next(dim for least, dim in _HEAD_DIMS.items() if width >= least)
         return replace(
             base,
             vocab_size=vocab_size,
@@ -73,8 +73,8 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
         return num_params(decoder.weights(shape(*sizes)))
 
     near: list[tuple[float, tuple[int, int, int]]] = []
-    narrowest = width = min(HEAD_DIMS)
-    while width <= WIDEST:
+    narrowest = width = min(_HEAD_DIMS)
+    while width <= _WIDEST:
         # the number of parameters is linear in the depth and in the feed-forward
         step = max(8, width // 32)
         mlp_dim = round(8 / 3 * width / step) * step
@@ -86,12 +86,12 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
         mlp_dim += round(missing / depth / each_column / step) * step
         mlp_dim = min(max(2 * width, mlp_dim), 4 * width)
         made = params(width, depth, mlp_dim)
-        unlike = abs(math.log(width / depth / ASPECT))
-        if abs(made / count - 1) <= TOLERANCE and unlike <= MOST_UNLIKE:
+        unlike = abs(math.log(width / depth / _ASPECT))
+        if abs(made / count - 1) <= _TOLERANCE and unlike <= _MOST_UNLIKE:
             near.append((unlike, (width, depth, mlp_dim)))
         if one_layer > 2 * count:
             break
-        width += next(4 * dim for start, dim in HEAD_DIMS.items() if width >= start)
+        width += next(4 * dim for start, dim in _HEAD_DIMS.items() if width >= start)
     if not near:
         raise ValueError(
             f"target_params={target}: no shape of the rule has about so many with {vocab_size:,} "

@@ -10,13 +10,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tunix_lite.models.tokenizer import Tokenizer
 
-KINDS = ("bpe", "unigram")
+_KINDS = ("bpe", "unigram")
 END = "<|endoftext|>"
-PAD = "<|padding|>"
+_PAD = "<|padding|>"
 # END also stands between documents; model.chat_template=chatml writes the last two
-SPECIAL = (END, PAD, "<|im_start|>", "<|im_end|>")
+SPECIAL = (END, _PAD, "<|im_start|>", "<|im_end|>")
 # the special ones, one for each byte, and one that is learned
-FEWEST = len(SPECIAL) + 256 + 1
+_FEWEST = len(SPECIAL) + 256 + 1
 
 
 def train_tokenizer(
@@ -24,10 +24,10 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Trains one of `kind`, writes it into the folder, and reads it from there. vocab_size: tokens,
     the special ones included; of few texts there may be fewer. Raises ValueError."""
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}; it is {' or '.join(KINDS)}")
-    if vocab_size < FEWEST:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {FEWEST}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r}; it is {' or '.join(_KINDS)}")
+    if vocab_size < _FEWEST:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {_FEWEST}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     settings = {
         "vocab_size": vocab_size,
@@ -59,7 +59,7 @@ def train_tokenizer(
 
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    names = {"eos_token": END, "pad_token": PAD, "tokenizer_class": "PreTrainedTokenizerFast"}
+    names = {"eos_token": END, "pad_token": _PAD, "tokenizer_class": "PreTrainedTokenizerFast"}
     text = json.dumps(names | {"clean_up_tokenization_spaces": False}, indent=2)
     (folder / "tokenizer_config.json").write_text(f"{text}\n", encoding="utf-8")
     return Tokenizer.load(folder)

@@ -26,6 +26,7 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
 from tunix_lite.tasks.sources import digest_of_data
+from tunix_lite.tasks.task import TaskConfig
 
 # a setting as YAML has it
 Plain = dict | list | tuple | str | int | float | None
@@ -63,10 +64,8 @@ def fingerprint(
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
     task.pop("cache", None)
-    for name, split in HUB_SETTINGS.items():
-        if is_hub(task.get(name)):
-            # with the commit that was read
-            task[name] = pinned(task[name], split)
+    # with the commits that were read
+    task |= {k: pinned(task[k], at) for k, at in HUB_SETTINGS.items() if is_hub(task.get(k))}
     for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
@@ -202,16 +201,16 @@ def packing_of(theirs: dict, file: Path) -> str:
     return packing
 
 
-def with_commits_of(theirs: dict, run: RunConfig) -> RunConfig:
-    """The run with the commits of the hub's data that the run with this fingerprint read, where its
-    settings name the same data and no commit."""
+def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
+    """The task with the commits of the hub's data that the run with this fingerprint read, where
+    its settings name the same data and no commit."""
     before = theirs.get("task")
     pins = {}
     for name in HUB_SETTINGS if isinstance(before, dict) else ():
-        ours = getattr(run.task, name, None)
+        ours = getattr(task, name, None)
         if is_hub(ours) and HubData.parse(ours).may_be(str(before.get(name))):
             pins[name] = before[name]
-    return replace(run, task=replace(run.task, **pins)) if pins else run
+    return replace(task, **pins) if pins else task
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:

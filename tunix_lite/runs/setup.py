@@ -281,7 +281,7 @@ def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
     with contextlib.suppress(ValueError):
         # check_resumed says what is wrong with it
         theirs = read_fingerprint(RunDir(resume_from.parent).fingerprint)
-        return with_commits_of(theirs, run)
+        return replace(run, task=with_commits_of(theirs, run.task))
     return run
 
 

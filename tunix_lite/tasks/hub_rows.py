@@ -17,8 +17,8 @@ HUB = "hub:"
 _NAME = re.compile(r"hub:([^:@]+)(?:@([^:@]+))?(?::([^:]*))?(?::([^:]+))?")
 _SHA = re.compile("[0-9a-f]{40}")
 # rows of a row group of Parquet
-GROUP_ROWS = 20_000
-USUAL_SPLITS = ("train", "test", "validation")
+_GROUP_ROWS = 20_000
+_USUAL_SPLITS = ("train", "test", "validation")
 
 
 class HubData(NamedTuple):
@@ -115,7 +115,7 @@ def parquet_of_hub(name: str, folder: Path) -> Path:
             rows = builder.as_dataset(split=data.split)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as made:
-            rows.to_parquet(f"{made}/{data.split}.parquet", batch_size=GROUP_ROWS)
+            rows.to_parquet(f"{made}/{data.split}.parquet", batch_size=_GROUP_ROWS)
             # else another process was first
             with contextlib.suppress(OSError):
                 os.rename(made, place)
@@ -172,7 +172,7 @@ def _explained(data: HubData) -> Iterator[None]:
 
         # one part after the name may be a split
         names = [data.repo]
-        if data.config is not None and (data.split or data.config not in USUAL_SPLITS):
+        if data.config is not None and (data.split or data.config not in _USUAL_SPLITS):
             names.append(data.config)
         line = ", ".join(f'"{name}"' for name in names)
         line += f', revision="{data.revision}"' if data.revision else ""

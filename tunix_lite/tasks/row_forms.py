@@ -9,7 +9,7 @@ from tunix_lite.basics.plain_text import shortened
 from tunix_lite.tasks.messages import fields_of
 
 # what ShareGPT calls a role
-SPEAKERS = {
+_SPEAKERS = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -31,17 +31,13 @@ def _sharegpt(row: Mapping) -> dict:
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for turn in row["conversations"]:
         speaker = turn.get("from") if isinstance(turn, Mapping) else None
-        if speaker not in SPEAKERS or "value" not in turn:
+        if speaker not in _SPEAKERS or "value" not in turn:
             raise ValueError(
                 f"`conversations` holds {shortened(turn)}; a turn of ShareGPT has `from` "
-                f"({', '.join(SPEAKERS)}) and `value`"
+                f"({', '.join(_SPEAKERS)}) and `value`"
             )
-        messages.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+        messages.append({"role": _SPEAKERS[speaker], "content": turn["value"]})
     return {"messages": messages}
-
-
-def _verl(row: Mapping) -> dict:
-    return {"answer": row["reward_model"].get("ground_truth")}
 
 
 def _questions(row: Mapping) -> dict:
@@ -65,7 +61,12 @@ class Form(NamedTuple):
 
 # the first that fits counts
 FORMS = (
-    Form("verl", ("reward_model", "prompt"), Mapping, _verl),
+    Form(
+        "verl",
+        ("reward_model", "prompt"),
+        Mapping,
+        lambda row: {"answer": row["reward_model"].get("ground_truth")},
+    ),
     Form("prompt, chosen, rejected", ("prompt", "chosen", "rejected")),
     Form("question, chosen, rejected", ("question", "chosen", "rejected"), str, _questions),
     Form("conversations chosen, rejected", ("chosen", "rejected"), list),
