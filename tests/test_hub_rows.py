@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import urllib.parse
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.fingerprint import with_commits_of
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import hub_rows
@@ -248,6 +251,18 @@ def test_a_folder_in_the_layout_of_the_hub_is_read_alike(folder):
     assert source.train.file == f"{name}:train" and source.train[2].place == f"{name}:train, row 3"
     with pytest.raises(ValueError, match=f"{name}:train, row 1: task.fields={{completion: solution}}, and the row has"):
         _ = compose([*words, "task.fields={completion: solution}"]).task.source.train
+
+
+def test_text_of_the_hub_becomes_a_file_once(folder, tmp_path):
+    name = f"hub:{folder(OLD)}:main"
+    words = ["algorithm=sft", "task=text", f"task.train={name}", f"task.held_out={name}", "task.field=problem"]
+    config = compose([*words, f"task.cache={tmp_path / 'text'}", "task.row_tokens=8"]).task
+    assert [*config.texts(None)] == ["1 + 0", "2 + 0", "3 + 0"] and [*config.texts(2)] == ["1 + 0", "2 + 0"]
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "text" / "hub").glob("*/*.parquet")}
+    assert sorted(file.name for file in files) == ["test.parquet", "train.parquet"]
+    source = replace(config.source, tokenizer=Tokenizer.load(BUNDLED))
+    assert source.train.num_documents == 3 and source.held_out.num_documents == 1
+    assert files == {file: file.stat().st_mtime_ns for file in files}
 
 
 @pytest.mark.parametrize(
