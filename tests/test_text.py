@@ -74,9 +74,9 @@ def test_documents_are_the_same_wherever_the_parts_of_a_file_begin(kind, part_by
 def test_a_file_without_a_separator_is_one_document(tokenizer, tmp_path, monkeypatch):
     text = "\n".join(TEXTS)
     (tmp_path / "book.txt").write_text(text)
-    for part_bytes, at_once in ((2**25, 2**20), (300, 40)):
+    for part_bytes, more in ((2**25, 2**18), (300, 40)):
         monkeypatch.setattr(token_files, "PART_BYTES", part_bytes)
-        monkeypatch.setattr(token_files, "AT_ONCE", at_once)
+        monkeypatch.setattr(token_files, "MORE", more)
         files = TokenFiles(str(tmp_path / "book.txt"), tokenizer, tmp_path / "cache")
         found = tokens_of(files)
         assert tokenizer.decode(found) == text and found.count(tokenizer.end_id) == 1
@@ -179,8 +179,8 @@ def test_processes_tokenise_disjoint_parts(tokenizer, tmp_path, monkeypatch):
     """Each makes its own, and waits for the others; of one that never comes it makes those, too."""
     monkeypatch.setattr(token_files, "PART_BYTES", 200)
     made = []
-    make = TokenFiles._make
-    monkeypatch.setattr(TokenFiles, "_make", lambda files, i: made.append(i) or make(files, i))
+    make = TokenFiles.make
+    monkeypatch.setattr(TokenFiles, "make", lambda files, i: made.append(i) or make(files, i))
     file = str(written(tmp_path, "jsonl"))
     alone = TokenFiles(file, tokenizer, tmp_path / "alone")
     wanted = tokens_of(alone)
@@ -337,13 +337,13 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         (["generation.max_new_tokens=9"], "leave out generation.max_prompt_length and max_new_tokens"),
         (["training.packing=sequences"], "set training.packing=none"),
         (["evaluation.num_examples=4"], "set evaluation.num_examples=0"),
-        (["generation.long_prompts=drop"], "changes nothing"),
+        (["generation.long_prompts=drop"], "set generation.long_prompts=error"),
         (["task.attention=all"], "documents or across"),
         (['task.separator="-=-"'], "ends as it begins"),
         (["training.max_steps=3", "training.epochs=2"], "training.max_steps=null counts epochs"),
         (["training.last_batch=keep"], "give training.epochs"),
         (["task.train=none.txt"], "names no file"),
-        (["training.prompts_per_step=9999", "training.epochs=1"], "an epoch of .* rows has no batch"),
+        (["training.prompts_per_step=9996", "training.epochs=1"], "an epoch of .* rows has no batch"),
     ],
 )
 def test_settings_that_text_cannot_have_say_what_would_be_right(settings, wrong, tmp_path):

@@ -174,6 +174,9 @@ class Needs:
     comparison: TeacherComparison | None = None
     # updates that `collect` makes a batch for: so many mini-batches, one after the other
     mini_batches: int = 1
+    # whether `collect` asks nothing of policy and params, so that the next batch is made beside an
+    # update
+    reads_ahead: bool = False
     # times as many examples as a rollout needs that `collect` gets
     rounds: int = 1
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it

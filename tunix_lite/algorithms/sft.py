@@ -23,7 +23,7 @@ class SFT:
     # a demonstration per prompt
     num_generations = 1
     updates_per_rollout = 1
-    needs = Needs(demonstrations=("completion",))
+    needs = Needs(demonstrations=("completion",), reads_ahead=True)
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
 

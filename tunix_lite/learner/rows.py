@@ -67,8 +67,8 @@ class RowLayout:
                 raise ValueError(
                     f"tokens count in the last {needed} columns, but num_scored={last}"
                 )
-            is_scored = np.zeros((len(packed.source), last), bool)
-            is_scored[: len(counts_BT)] = counts_BT[:, width - last :]
+            missing = len(packed.source) - len(counts_BT)
+            is_scored = np.pad(counts_BT[:, width - last :], ((0, missing), (0, 0)))
             scored_columns = {"is_scored": is_scored}
         else:
             counts = self.rows_per_part, self.num_parts, axis_size("fsdp")

@@ -420,12 +420,15 @@ def put(x: ArrayLike, *axes: str) -> jax.Array:
     return jax.device_put(x, to)
 
 
-def own_rows(count: int, num_rows: int = 0) -> np.ndarray:
-    """[count] bool: which rows of a batch this process's devices hold. num_rows: with empty rows
-    after them, the batch has so many."""
-    shape = (max(count, num_rows),)
-    is_own = np.zeros(shape, bool)
-    for index in sharding(("batch",), shape).addressable_devices_indices_map(shape).values():
+def own_rows(count: int, num_rows: int) -> np.ndarray:
+    """[count] bool: which rows of an update's batch this process's devices hold. num_rows: of an
+    update; a batch with fewer has empty rows after them. One with more is cut later, so all may
+    be."""
+    if count > num_rows:
+        return np.ones(count, bool)
+    is_own = np.zeros(num_rows, bool)
+    divided = sharding(("batch",), is_own.shape)
+    for index in divided.addressable_devices_indices_map(is_own.shape).values():
         is_own[index] = True
     return is_own[:count]
 

@@ -1,5 +1,6 @@
 """Experience: the data that an update learns from, and its source."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -77,7 +78,11 @@ class FreshExperience:
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
         self._collected: Collected | None = None
+        # an update to come, and what was collected for it beside another
+        self._ahead: tuple[int, Collected] | None = None
         self._held: Experience | None = None
+        # the update that it was collected for
+        self._step = 0
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
@@ -96,7 +101,10 @@ class FreshExperience:
         with error_context(f"step {step + 1}", RunFailed):
             # Collect: examples of the task, completions of the policy, rewards, advantages.
             if update == 0:
-                self._collected = self._collect(step, step // updates, params)
+                self._step, self._collected = self._ahead or (None, None)
+                if self._step != step:
+                    self._step = step
+                    self._collected = self._collect(step, step // updates, params)
             # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
             # mini-batch, or without mini-batches the whole batch.
             if update == 0 or parts > 1:
@@ -114,7 +122,16 @@ class FreshExperience:
     def beside_update(self) -> Metrics:
         """See ExperienceSource."""
         overlap = self._learner.overlap
-        return {} if overlap is None else overlap.beside_update()
+        if overlap is not None:
+            return overlap.beside_update()
+        next_step = self._step + self._algorithm.updates_per_rollout
+        self._ahead = None
+        if self._needs.reads_ahead and next_step < self._session.run.training.max_steps:
+            rollout = next_step // self._algorithm.updates_per_rollout
+            # `take` says what is wrong with it, after this update
+            with contextlib.suppress(ValueError):
+                self._ahead = next_step, self._collect(next_step, rollout, None)
+        return {}
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
@@ -134,7 +151,7 @@ class FreshExperience:
                 progress,
             )
 
-    def _collect(self, step: int, rollout: int, params: Params) -> Collected:
+    def _collect(self, step: int, rollout: int, params: Params | None) -> Collected:
         session = self._session
         overlap = self._learner.overlap
         task = session.task

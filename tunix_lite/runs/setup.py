@@ -43,7 +43,7 @@ from tunix_lite.runs.fingerprint import (
     with_commits_of,
 )
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.settings.batch_size import BatchPlan, with_steps
+from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
@@ -213,8 +213,12 @@ def find_parts(run: RunConfig) -> Parts:
     if run.training.epochs is not None:
         with error_context("task"):
             num_rows = len(task.counted_rows)
-        counted = with_steps(resolved.run, num_rows, resolved.batch.prompts)
-        resolved = replace(resolved, run=counted)
+        algorithm = run.algorithm
+        rows_of_batch = resolved.batch.prompts * algorithm.needs.mini_batches
+        counts = (num_rows, rows_of_batch, algorithm.updates_per_rollout)
+        with error_context("training"):
+            training = resolved.run.training.with_steps(*counts)
+        resolved = replace(resolved, run=replace(resolved.run, training=training))
     data = check_task(run, task, resolved.batch.prompts)
     return Parts(
         model,
@@ -349,11 +353,13 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "gives 1 to the very text of `chosen` alone. Learn from the pairs with "
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
-        first, _ = task.batch(num_prompts, run.seed, 0)
         if run.task.packs_rows:
-            task.demonstrations(first, *needs.demonstrations)
+            first, _ = task.batch(num_prompts, run.seed, 0)
+            for name in task.learned:
+                task.demonstrations(first, name)
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
+        first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
         if held_out or not needs.demonstrations:
             check_fields(run.task.rewards, [*held_out, *first])

@@ -9,12 +9,11 @@ tokens, with the k whose rows, empty ones counted, make the fewest tokens for a 
 import math
 from dataclasses import dataclass, replace
 
-from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.config import RunConfig, TrainingConfig
-from tunix_lite.tasks.sources import batches_of_epoch
 
 # of packed rows in a micro-batch of a shard, where nobody says
 TOKENS_AT_ONCE = 2048
@@ -209,25 +208,6 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     parts, rows_per_part = _parts(settings, batch.fsdp, shape, most)
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
-
-
-def with_steps(run: RunConfig, num_rows: int, prompts: int) -> RunConfig:
-    """The run with the number of updates that its epochs have; without epochs as it is. num_rows:
-    to train on. prompts: of an update. Raises ConfigError if max_steps says another number, or an
-    epoch has no batch."""
-    training = run.training
-    if training.epochs is None:
-        return run
-    needs = run.algorithm.needs
-    with error_context("training"):
-        if training.max_steps is not None:
-            raise ValueError(
-                f"max_steps={training.max_steps} and epochs={training.epochs}: a run has one of "
-                "them; training.max_steps=null counts epochs, training.epochs=null counts updates"
-            )
-        each = batches_of_epoch(num_rows, prompts * needs.mini_batches, training.last_batch)
-    steps = training.epochs * each * run.algorithm.updates_per_rollout
-    return replace(run, training=replace(training, max_steps=steps))
 
 
 def lengths_of(generation: GenerationConfig) -> tuple[int, int]:

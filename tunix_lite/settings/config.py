@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -28,6 +28,7 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
+from tunix_lite.tasks.sources import batches_of_epoch
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
@@ -179,6 +180,18 @@ class TrainingConfig:
                 f"reduce_dtype=bfloat16 and sync_gradients_every={self.sync_gradients_every}: a "
                 "shard sends its float32 sum over the mesh; leave out one of the two"
             )
+
+    def with_steps(self, num_rows: int, batch_size: int, updates: int) -> "TrainingConfig":
+        """The same with the updates that its epochs have. batch_size: rows of a batch. updates:
+        that are made of it. Raises ValueError if max_steps says another number, or an epoch has no
+        batch."""
+        if self.max_steps is not None:
+            raise ValueError(
+                f"max_steps={self.max_steps} and epochs={self.epochs}: a run has one of them; "
+                "training.max_steps=null counts epochs, training.epochs=null counts updates"
+            )
+        each = batches_of_epoch(num_rows, batch_size, self.last_batch)
+        return replace(self, max_steps=self.epochs * each * updates)
 
     @property
     def is_packed(self) -> bool:
@@ -381,8 +394,20 @@ def _check_task(run: RunConfig) -> None:
     needs = run.algorithm.needs
     with error_context("task"):
         run.task.check_algorithm(bool(needs.demonstrations))
+        # Rows that the task fills are neither sampled nor packed again.
         if run.task.packs_rows:
-            _check_rows_of_text(run)
+            of_rows = run.generation.max_prompt_length + run.generation.max_new_tokens
+            wrong = {
+                "they have row_tokens tokens; leave out generation.max_prompt_length and "
+                "max_new_tokens": of_rows != run.task.row_tokens,
+                "set generation.long_prompts=error": run.generation.long_prompts != "error",
+                "set training.packing=none": run.training.is_packed,
+                "set evaluation.num_examples=0": run.evaluation.num_examples,
+            }
+            for remedy in filter(wrong.get, wrong):
+                raise ValueError(
+                    f"rows of text are full, and no prompts to sample from: {remedy}"
+                )
         if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
@@ -411,29 +436,6 @@ def _check_task(run: RunConfig) -> None:
             f"conversation.credit={run.conversation.credit} compares turns, and "
             "algorithm.advantages compares whole completions; set conversation.credit=end"
         )
-
-
-def _check_rows_of_text(run: RunConfig) -> None:
-    """Raises ValueError for settings that do not go with rows that the task fills."""
-    row_tokens = run.task.row_tokens
-    generation = run.generation
-    if generation.max_prompt_length + generation.max_new_tokens != row_tokens:
-        raise ValueError(
-            f"row_tokens={row_tokens} is the length of a row of text; leave out "
-            "generation.max_prompt_length and max_new_tokens"
-        )
-    if generation.long_prompts != "error":
-        raise ValueError(
-            f"its rows are never too long: generation.long_prompts={generation.long_prompts} "
-            "changes nothing; leave it out"
-        )
-    if run.training.is_packed:
-        raise ValueError(
-            f"its rows are full already, and training.packing={run.training.packing} packs rows; "
-            "set training.packing=none"
-        )
-    if run.evaluation.num_examples:
-        raise ValueError("it has no prompts to sample from; set evaluation.num_examples=0")
 
 
 def _multiple(wanted: int, step: int) -> int:

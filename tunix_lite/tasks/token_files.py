@@ -34,8 +34,10 @@ from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
 
 # bytes of text in a part of a file; of Parquet, a row group is one
 PART_BYTES = 2**25
-# bytes of text that are tokenised together
-AT_ONCE = 2**20
+# documents that are tokenised together
+AT_ONCE = 128
+# bytes that are read beyond a part, and of a piece of a file that is one document
+MORE = 2**18
 # seconds without a new part of another process after which this one makes the part itself
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
@@ -58,7 +60,6 @@ class _Piece(NamedTuple):
 
     place: str
     text: str
-    number: int  # of the document: in its part, or of the file that it is
     is_start: bool = True
     is_end: bool = True
 
@@ -150,31 +151,37 @@ class TokenFiles:
             while not self.folders[i].is_dir():
                 is_own |= time.monotonic() - last_seen > PATIENCE
                 if is_own:
-                    self._make(i)
+                    self.make(i)
                 else:
                     time.sleep(0.05)
             last_seen = last_seen if is_own else time.monotonic()
         return TokenRows(self.folders, split, width, self.dtype)
 
-    def _make(self, number: int) -> None:
-        """Tokenises a part. Its folder comes whole, of whoever is first."""
+    def make(self, number: int) -> None:
+        """Tokenises a part. Its folder comes whole, of whoever is first. Raises as `rows`."""
         splits = ("train", "held_out")
         tokens = {split: array("I") for split in splits}
         ends = {split: array("q") for split in splits}
-        for pieces in _together(self._pieces(self.parts[number])):
-            texts = [piece.text for piece in pieces]
+        part = self.parts[number]
+        # a file that is one document counts as one; else those of a part do
+        count = part.number if self._is_whole(part) else 0
+        pieces = self._pieces(part)
+        while some := list(islice(pieces, AT_ONCE)):
+            texts = [piece.text for piece in some]
             try:
                 encoded = self.tokenizer.documents(texts, self.special_tokens_in_data)
             except ValueError as error:
-                raise ValueError(f"{pieces[0].place} and after: {error}") from error
-            for piece, ids in zip(pieces, encoded):
+                raise ValueError(f"{some[0].place} and after: {error}") from error
+            for piece, ids in zip(some, encoded):
                 every = self.held_out_every
-                split = splits[bool(every) and (piece.number + 1) % every == 0]
+                split = splits[bool(every) and (count + 1) % every == 0]
                 tokens[split].extend(self.tokenizer.start_ids if piece.is_start else ())
                 tokens[split].extend(ids)
                 if piece.is_end:
                     tokens[split].append(self.tokenizer.end_id)
                     ends[split].append(len(tokens[split]))
+                    count += 1
+
         folder = self.folders[number]
         folder.parent.mkdir(parents=True, exist_ok=True)
         about = {}
@@ -193,47 +200,44 @@ class TokenFiles:
             with contextlib.suppress(OSError):
                 os.rename(made, folder)
 
+    def _is_whole(self, part: _Part) -> bool:
+        """Returns whether the file of the part is one document."""
+        return part.file.endswith(".txt") and self.separator is None
+
     def _pieces(self, part: _Part) -> Iterator[_Piece]:
-        """The texts of a part that are not blank."""
-        if part.file.endswith(".txt") and self.separator is None:
+        """The documents of a part that are not blank, or pieces of its only one."""
+        if self._is_whole(part):
             yield from _pieces_of_file(part)
             return
-        number = 0
-        for place, text in self._documents(part):
-            if text.strip():
-                yield _Piece(place, text, number)
-                number += 1
-
-    def _documents(self, part: _Part) -> Iterator[tuple[str, str]]:
-        """The documents of a part, with their places."""
-        if part.file.endswith(".parquet"):
-            rows = parquet_rows(part.file, [part.begin], [self.field])
-            for i, row in rows:
-                place = f"{part.file}, row {i} of group {part.begin + 1}"
-                yield place, _text_of(row, self.field, place)
+        if part.file.endswith(".txt"):
+            for place, data in _separated(part, self.separator.encode()):
+                if data.strip():
+                    yield _Piece(place, _decoded(data, place))
             return
-        is_text = part.file.endswith(".txt")
-        separator = self.separator if is_text else "\n"
-        for start, data in _separated(part, separator.encode()):
-            place = f"{part.file}, byte {start}"
-            if is_text:
-                yield place, _decoded(data, place)
-            elif data.strip():
-                try:
-                    row = KINDS["jsonl"][1](data)
-                except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from error
-                yield place, _text_of(row, self.field, place)
-
-
-def _text_of(row: dict, field: str, place: str) -> str:
-    text = row.get(field)
-    if not isinstance(text, str):
-        raise ValueError(
-            f"{place}: no text in {field!r}; the row has {fields_of(row)}: task.field=NAME says "
-            "which field is the text"
-        )
-    return text
+        read = dict
+        rows = _separated(part, b"\n")
+        if part.file.endswith(".parquet"):
+            numbered = parquet_rows(part.file, [part.begin], [self.field])
+            group = f"{part.file}, group {part.begin + 1}, row"
+            rows = ((f"{group} {i}", row) for i, row in numbered)
+        else:
+            read = KINDS["jsonl"][1]
+        for place, row in rows:
+            # a line of JSON may be blank
+            if not (row.strip() if isinstance(row, bytes) else row):
+                continue
+            try:
+                row = read(row)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            text = row.get(self.field)
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{place}: no text in {self.field!r}; the row has {fields_of(row)}: "
+                    "task.field=NAME says which field is the text"
+                )
+            if text.strip():
+                yield _Piece(place, text)
 
 
 def _decoded(data: bytes, place: str) -> str:
@@ -243,8 +247,8 @@ def _decoded(data: bytes, place: str) -> str:
         raise ValueError(f"{place}: not UTF-8 (byte {error.start} from there)") from error
 
 
-def _separated(part: _Part, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """The texts between separators that begin in the part, with their first bytes. Where several
+def _separated(part: _Part, separator: bytes) -> Iterator[tuple[str, bytes]]:
+    """The texts between separators that begin in the part, with their places. Where several
     newlines separate, more of them do, too: so each part finds the same separators."""
     pattern = re.escape(separator)
     if separator == separator[:1] * len(separator):
@@ -262,12 +266,12 @@ def _separated(part: _Part, separator: bytes) -> Iterator[tuple[int, bytes]]:
         while at + start < part.end:
             after = between.search(data, start)
             # a run of separators may go on behind what was read, and a text does
-            while (after is None or after.end() == len(data)) and (more := file.read(AT_ONCE)):
+            while (after is None or after.end() == len(data)) and (more := file.read(MORE)):
                 data = data[start:] + more
                 at += start
                 start = 0
                 after = between.search(data)
-            yield at + start, data[start : after.start() if after else len(data)]
+            yield f"{part.file}, byte {at + start}", data[start : after and after.start()]
             start = after.end() if after else len(data) + part.end
 
 
@@ -283,28 +287,14 @@ def _pieces_of_file(part: _Part) -> Iterator[_Piece]:
         while not is_end:
             begin = file.tell()
             place = f"{part.file}, byte {begin}"
-            lines = file.readlines(min(AT_ONCE, part.end - begin)) if begin < part.end else []
+            lines = file.readlines(min(MORE, part.end - begin)) if begin < part.end else []
             data = b"".join(lines)
             data = data.removeprefix(BOM_UTF8) if is_start else data
             is_end = file.tell() >= part.end
             if data or part.is_last:
                 ends = is_end and part.is_last
-                yield _Piece(place, _decoded(data, place), part.number, is_start, ends)
+                yield _Piece(place, _decoded(data, place), is_start, ends)
             is_start = False
-
-
-def _together(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces in lists of about AT_ONCE characters."""
-    some: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        some.append(piece)
-        size += len(piece.text)
-        if size >= AT_ONCE:
-            yield some
-            some = []
-            size = 0
-    yield some
 
 
 class TokenRows(Sequence):
