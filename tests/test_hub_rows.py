@@ -327,6 +327,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
     main = OLD
     train(compose([*words, "training.max_steps=1"]), tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "fingerprint.json").read_text())["task"]
+    assert f"; hub:org/sums@{OLD}:main:train\n" in (tmp_path / "run" / "train.log").read_text()
     assert kept["train"] == f"hub:org/sums@{OLD}:main:train" and kept["held_out"] == f"hub:org/sums@{OLD}:main:test"
     main = NEW
     hub_rows._builder.cache_clear()
