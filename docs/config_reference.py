@@ -31,6 +31,7 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
+from tunix_lite.commands.tokenizer import TokenizerConfig
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments import guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
@@ -145,6 +146,7 @@ GROUPS = (
     Group("The command evaluate", "", EvaluateConfig, None),
     Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
     Group("The command export", "", ExportConfig, None),
+    Group("The command tokenizer", "", TokenizerConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command check", "", Check, None),
     Group("The command doctor", "", Doctor, None),

@@ -20,11 +20,12 @@ ROOMS = {  # library -> the one file that may import it
     "tensorboardX": "tracking/tracker.py",
     "safetensors": "models/hf.py",
     "huggingface_hub": "models/hub.py",
+    "datasets": "tasks/hub_rows.py",
     "grain": "tasks/sources.py",
     "hydra": "settings/compose.py",
     "omegaconf": "settings/compose.py",
 }
-HEAVY = {"torch", "transformers", "huggingface_hub", "matplotlib", "wandb"}
+HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "matplotlib", "wandb"}
 # Rooms, and modules outside of rooms: each imports only from those above it, and no more arrows than the bar below has.
 ORDER = [
     "basics", "workers", "algorithms", "rewards", "distributed", "launch.py", "parallel", "tracking", "report",

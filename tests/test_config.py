@@ -265,7 +265,7 @@ FREE = {
     },
     "rewards": {"timeout, workers": "how long a call may take, and in how many processes"},
     "conversation": {"timeout, workers": "how long an environment may take, and in how many processes"},
-    "model": {"mesh_shape": "where", "family": "the architecture has it"},
+    "model": {"mesh_shape": "where", "family, target_params": "the architecture has it"},
 }
 # Names in the fingerprint that stand for another setting, or for what its file holds.
 STANDS_FOR = {

@@ -29,6 +29,7 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.serve import ServeConfig
+from tunix_lite.commands.tokenizer import TokenizerConfig
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
@@ -63,6 +64,7 @@ PROGRAMS = {
     "check": Check,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
+    "tokenizer": TokenizerConfig,
 }
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
@@ -263,7 +265,9 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     plan_batch(run, mesh["fsdp"])
     if (cfg := architecture(run)) is not None:
         check_generation(run, cfg)
-    if run.model.weights in ("bundled", "random"):
+    # rows of a reader's own file, or of the hub, are not here
+    is_there = Path(getattr(run.task, "train", None) or ".").exists()
+    if is_there and run.model.weights in ("bundled", "random"):
         task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
         # a few stand for all: making every held-out example of every command is half of this file's time
         examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)[0]]

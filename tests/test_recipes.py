@@ -88,7 +88,7 @@ def test_a_recipe_trains_a_tiny_model(name, tmp_path):
         row = ROWS["gsm8k"]
     else:
         row = ROWS.get(name, {})
-        words += [f"task.train={data}"] if name in OWN_FILE else []
+        words += [f"task.train={data}"] if name in OWN_FILE | {"tinystories"} else []
     numbered = ({key: f"{value} ({i})" if key in ("question", "prompt") else value for key, value in row.items()}
                 for i in range(40))  # fmt: skip
     data.write_text("".join(json.dumps(each) + "\n" for each in numbered))

@@ -75,17 +75,21 @@ def test_gsm8k_is_scored_strictly_or_flexibly(completion, is_strict, is_flexible
     assert (strict(completion, example), flexible(completion, example)) == (is_strict, is_flexible)
 
 
-def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("tunix_lite.tasks.gsm8k.dataset_folder", lambda *of: asked.append(of) or tmp_path)
-    source = compose(["task=gsm8k"]).task.source
-    with pytest.raises(ValueError, match=r"openai/gsm8k has 0 files main/train-\*.parquet, not one; give task.source"):
-        _ = source.train
-    assert asked == [("openai/gsm8k", ("main/train-*.parquet", "main/test-*.parquet"))]
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path):
+    """From a folder in the layout of the hub. tests/test_hub_rows.py reads names."""
+    pytest.importorskip("datasets")
     (tmp_path / "main").mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist([NATALIA]), tmp_path / "main" / "test-00000-of-00001.parquet")
-    assert source.held_out[0]["answer"] == "72"
+    for split in ("train", "test"):
+        json_lines(tmp_path / "main" / f"{split}-00000.jsonl", [NATALIA])
+    source = compose(["task=gsm8k", f"task.source.hub={tmp_path}"]).task.source
+    assert (source.file_of("train"), source.file_of("held_out")) == (
+        f"hub:{tmp_path}:main:train",
+        f"hub:{tmp_path}:main:test",
+    )
+    card = "---\nconfigs:\n- config_name: main\n  data_dir: main\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    assert source.held_out[0]["answer"] == "72" and len(source.train) == 1
+    assert compose(["task=gsm8k"]).task.source.file_of("train") == "hub:openai/gsm8k:main:train"
 
 
 # ---- conversations

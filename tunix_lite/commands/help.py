@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": "answer clients of the OpenAI API",
     "evaluate": "measure a model on a task, with intervals, or compare two models",
     "plan": "memory and speed of a run, on devices that need not be here",
+    "tokenizer": "train a tokenizer on the texts of a task",
     "check": "test this machine, its devices and its processes",
     "doctor": "find why a run does not learn; write a page on it, or compare several",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",

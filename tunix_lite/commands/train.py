@@ -43,6 +43,7 @@ from tunix_lite.runs.setup import (
     prepare,
     resume_from_folder,
     startup_summary,
+    with_data_as_before,
     with_packing_as_before,
 )
 from tunix_lite.settings import compose as composing
@@ -101,6 +102,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
     Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run."""
     run_dir = RunDir(folder)
+    run = with_data_as_before(run, run_dir)
     parts = find_parts(run)
     with error_context("hydra.run.dir"):
         run_dir.check()

@@ -15,6 +15,9 @@ _WEIGHTS = ("*.safetensors",)
 # the first.
 _NEVER = ("*/*", "consolidated*")
 
+# seconds that the hub has to name a commit
+_TIMEOUT = 10.0
+
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
 
@@ -46,33 +49,33 @@ def snapshot(name: str) -> Path:
     return folder
 
 
-def dataset_folder(name: str, patterns: tuple[str, ...]) -> Path:
-    """The folder of a data set, with the files that match `patterns`: from the cache, else
-    downloaded."""
+def commit_of_data(repo: str, revision: str | None) -> str | None:
+    """The commit of a data set that a branch, a tag or a commit names; None: `main`. Returns None
+    if the hub cannot be reached. Raises ValueError that says what to do."""
+    from huggingface_hub import HfApi, constants, errors
 
-    def has_all(folder: Path) -> bool:
-        return all(any(folder.glob(pattern)) for pattern in patterns)
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        return HfApi().dataset_info(repo, revision=revision, timeout=_TIMEOUT).sha
+    except errors.HfHubHTTPError as error:
+        raise ValueError(_explain(error, repo, revision, "data set")) from None
+    except errors.HTTPError:
+        return None
 
-    return _folder(name, patterns, has_all, "dataset")
 
-
-def _folder(
-    name: str,
-    patterns: tuple[str, ...],
-    is_complete: Callable[[Path], bool],
-    kind: str = "model",
-) -> Path:
+def _folder(name: str, patterns: tuple[str, ...], is_complete: Callable[[Path], bool]) -> Path:
     """The folder with the files that match `patterns`, from the cache if it is_complete there."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"{name!r} is no {kind} of the hub; one is written org/name or org/name@revision"
+            f"{name!r} is no model of the hub; one is written org/name or org/name@revision"
         )
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ValueError(
-            f"{name} is a {kind} of the Hugging Face hub: pip install -e '.[hub]'"
+            f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'"
         ) from None
     repo, revision = match.groups()
     wanted = {
@@ -81,9 +84,6 @@ def _folder(
         "allow_patterns": list(patterns),
         "ignore_patterns": list(_NEVER),
     }
-    if kind == "dataset":
-        # Files of a data set may lie in folders.
-        wanted |= {"repo_type": kind, "ignore_patterns": None}
 
     # From the cache, without the network; else from the hub. A cache that an older version of the
     # library filled does not record what is missing.
@@ -94,20 +94,17 @@ def _folder(
     try:
         return Path(snapshot_download(**wanted))
     except (errors.LocalEntryNotFoundError, errors.HTTPError) as error:
-        raise ValueError(_explain(error, repo, revision, kind)) from None
+        raise ValueError(_explain(error, repo, revision)) from None
 
 
-def _explain(error: Exception, repo: str, revision: str | None, kind: str) -> str:
-    """Explains why the download of a model or a dataset failed, and what to do about it."""
+def _explain(error: Exception, repo: str, revision: str | None, kind: str = "model") -> str:
+    """Explains why a model, or a data set, cannot be had, and what to do about it."""
     from huggingface_hub import constants, errors
 
     download = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
-    place = repo
-    instead = "model.weights=FOLDER"
-    if kind == "dataset":
-        download += " --repo-type dataset"
-        place = f"datasets/{repo}"
-        instead = "task.source.train_file=FILE task.source.held_out_file=FILE"
+    is_data = kind == "data set"
+    place = f"datasets/{repo}" if is_data else repo
+    instead = "task.train=FILE" if is_data else "model.weights=FOLDER"
     is_absent = isinstance(error, errors.LocalEntryNotFoundError)
     if is_absent and isinstance(error.__cause__, errors.HfHubHTTPError):
         # What the hub answered matters more than that the cache has no copy.
@@ -138,7 +135,7 @@ def _explain(error: Exception, repo: str, revision: str | None, kind: str) -> st
         return (
             f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
             f"`{download}` where there is a network and bring that cache here, or give "
-            f"{instead}{'' if kind == 'dataset' else '; tunix-lite plan needs no weights'}"
+            f"{instead}; tunix-lite plan needs no weights"
         )
     # A token that is refused, a hub out of order, a proxy that fails, a connection that breaks.
     return (

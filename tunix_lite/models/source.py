@@ -14,7 +14,7 @@ from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_text
-from tunix_lite.models import decoder, families, hf, hub, peft, weights
+from tunix_lite.models import decoder, families, hf, hub, peft, sizes, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
 from tunix_lite.models.families import Family
@@ -53,6 +53,9 @@ class ModelConfig:
     architecture: Architecture | None = None
     # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
+    # Number of parameters of random weights, such as 5M or 1.2B: replaces the sizes in architecture
+    # by those of a rule.
+    target_params: str | int | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     # Chat template: a Jinja file, or chatml, gemma, llama3 or plain. null takes that of the model,
     # if it has one.
@@ -70,6 +73,14 @@ class ModelConfig:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
             )
+        if self.target_params is not None:
+            sizes.count_in(self.target_params)
+            if self.weights != "random":
+                raise ValueError(
+                    f"target_params={self.target_params} is of random weights, and weights="
+                    f"{self.weights} have a size; model=random model.target_params="
+                    f"{self.target_params}"
+                )
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,9 @@ def locate(model: ModelConfig) -> FoundModel:
     # The tokenizer: of the folder, or of the settings.
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
+    if model.target_params is not None:
+        with _setting("model"):
+            cfg = sizes.sized(cfg, model.target_params, tokenizer.num_tokens)
     with _setting("model.chat_template"):
         if model.chat_template is not None:
             tokenizer = _with_template(tokenizer, model.chat_template)
@@ -205,6 +219,15 @@ def locate(model: ModelConfig) -> FoundModel:
     return FoundModel(
         cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights
     )
+
+
+def random_architecture(model: ModelConfig) -> Architecture:
+    """The architecture of random weights; of model.target_params, with the tokens of the tokenizer.
+    Raises ValueError."""
+    if model.target_params is None:
+        return model.architecture
+    tokenizer = Tokenizer.load(_folder(model.tokenizer))
+    return sizes.sized(model.architecture, model.target_params, tokenizer.num_tokens)
 
 
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
@@ -331,6 +354,8 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
     settings = replace(
         model,
         architecture=located.cfg,
+        # it has given the architecture
+        target_params=None,
         # The folder is not needed again: the checkpoint has the adapters.
         lora=replace(located.lora, adapter=None) if located.lora else LoraConfig(),
         weights=absolute(model.weights),

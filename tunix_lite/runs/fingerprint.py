@@ -7,6 +7,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,7 +24,9 @@ from tunix_lite.models import source
 from tunix_lite.models.families import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
+from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
 from tunix_lite.tasks.sources import digest_of_data
+from tunix_lite.tasks.task import TaskConfig
 
 # a setting as YAML has it
 Plain = dict | list | tuple | str | int | float | None
@@ -37,6 +40,8 @@ LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
 LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
 # characters of a value in it
 LONGEST = 400
+# settings of a task that may name a data set of the hub, and the split where they name none
+HUB_SETTINGS = {"train": "train", "held_out": "test"}
 
 
 def fingerprint(
@@ -62,6 +67,8 @@ def fingerprint(
     # the digests of `data` say which rows there are
     task.pop("held_out_every", None)
     task.pop("cache", None)
+    # with the commits that were read
+    task |= {k: pinned(task[k], at) for k, at in HUB_SETTINGS.items() if is_hub(task.get(k))}
     for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
@@ -196,6 +203,18 @@ def packing_of(theirs: dict, file: Path) -> str:
     if packing not in PACKING:
         raise ValueError(f"{file}: packing={shown(packing)} is not {', '.join(PACKING)}")
     return packing
+
+
+def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
+    """The task with the commits of the hub's data that the run with this fingerprint read, where
+    its settings name the same data and no commit."""
+    before = theirs.get("task")
+    pins = {}
+    for name in HUB_SETTINGS if isinstance(before, dict) else ():
+        ours = getattr(task, name, None)
+        if is_hub(ours) and HubData.parse(ours).may_be(str(before.get(name))):
+            pins[name] = before[name]
+    return replace(task, **pins) if pins else task
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:

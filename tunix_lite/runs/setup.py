@@ -22,7 +22,7 @@ from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
-from tunix_lite.models import decoder, source, weights
+from tunix_lite.models import decoder, sizes, source, weights
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import (
@@ -35,16 +35,19 @@ from tunix_lite.parallel.mesh import (
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
+    HUB_SETTINGS,
     check_same_run,
     fingerprint,
     packing_of,
     read_fingerprint,
+    with_commits_of,
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import EVALUATED, RunConfig
 from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
+from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
@@ -110,6 +113,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
+    run = with_data_as_before(run, run_dir)
     parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
@@ -274,6 +278,20 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     training = replace(resolved.run.training, max_steps=counted.training.max_steps)
     again = replace(resolved.run, task=counted.task, training=training)
     return replace(parts, resolved=replace(resolved, run=again, packing_reason=reason))
+
+
+def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
+    """The run with the commits of the hub's data that were read by the run whose checkpoint it goes
+    on from: somebody may have changed the data since. Raises ConfigError."""
+    names = [getattr(run.task, name, None) for name in HUB_SETTINGS]
+    resume_from = resume_from_folder(run, run_dir) if any(map(is_hub, names)) else None
+    if resume_from is None:
+        return run
+    with contextlib.suppress(ValueError):
+        # check_resumed says what is wrong with it
+        theirs = read_fingerprint(RunDir(resume_from.parent).fingerprint)
+        return replace(run, task=with_commits_of(theirs, run.task))
+    return run
 
 
 def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
@@ -526,6 +544,8 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     precision = f"{run.training.mixed_precision}{because(resolved.precision_reason)}"
     precision += float32_products(run.training.mixed_precision, device.platform)
     rows.append(("model", f"{size(parts.model)}, weights {run.model.weights}, {precision}"))
+    if run.model.target_params is not None:
+        rows.append(("shape", sizes.described(parts.model.cfg)))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
     if run.model.chat_template or run.model.template:

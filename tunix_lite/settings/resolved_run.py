@@ -29,7 +29,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig
+from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
 from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -321,7 +321,7 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
     nothing from the hub. Raises ConfigError."""
     with error_context("model"):
-        cfg = model.architecture
+        cfg = random_architecture(model) if model.weights == "random" else model.architecture
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):

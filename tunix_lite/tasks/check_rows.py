@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.row_files import Rows, place_of
 from tunix_lite.tasks.sources import spread
 from tunix_lite.tasks.task import TRUNCATE, Task
@@ -50,6 +51,10 @@ def _check_in_memory(
     task: Task, train: Sequence[dict], held_out: Sequence[dict], num_held_out: int
 ) -> list[str]:
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
+    if isinstance(train, Rows):
+        # with the commit
+        said += [train.file] if is_hub(train.file) else []
+        said += [f"rows as {' and '.join(train.forms)}"] if train.forms else []
     evaluated = replace(task, learned=())
     hashes = _hashes(task, train)
     hashes_then = _hashes(evaluated, held_out)

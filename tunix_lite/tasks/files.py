@@ -6,8 +6,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from tunix_lite.tasks.chat import same_as_answer
+from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_forms import Columns
 from tunix_lite.tasks.sources import FileSource
 from tunix_lite.tasks.task import Reward, TaskConfig
 
@@ -31,6 +33,9 @@ class FileRows(FileSource):
     # a row that makes no prompt is malformed, too
     checker: PromptTemplate
     held_out_every: int = 10
+    columns: Columns = Columns()
+    # of each file, from its start; None: all
+    max_rows: int | None = None
 
     @cached_property
     def train(self) -> Rows:
@@ -48,13 +53,14 @@ class FileRows(FileSource):
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
         if self.held_out_file:
-            return self.rows(self.held_out_file)
+            return self.rows(self.held_out_file, "test")
         rows = self.rows(self.train_file)
         return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
 
-    def rows(self, file: str) -> Rows:
-        """All rows of a file."""
-        return rows_of(file, self.format, self.on_error, self.checker)
+    def rows(self, file: str, default_split: str = "train") -> Rows:
+        """All rows of a file or a data set of the hub. default_split: of one that names none."""
+        settings = (self.format, self.on_error, self.checker, self.columns, self.max_rows)
+        return rows_of(file, *settings, default_split=default_split)
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,16 @@ class FilesTaskConfig(TaskConfig):
     correct: Callable | None = None
     # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
-    # File to train on. A run needs it, an evaluation does not.
+    # File to train on, or hub:org/name:config:split. A run needs it, an evaluation does not.
     train: str | None = None
-    # File to evaluate with. null holds out rows of `train`.
+    # File to evaluate with, or hub:org/name:config:split. null holds out rows of `train`.
     held_out: str | None = None
     # One row in so many is held out where `held_out` is null: 10 are a tenth.
     held_out_every: int = 10
+    # Columns with other names in the file, such as {question: problem}. null has none.
+    fields: dict[str, str] | None = None
+    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
+    max_rows: int | None = None
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
@@ -100,6 +110,10 @@ class FilesTaskConfig(TaskConfig):
                 f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
                 "train on"
             )
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
+        for name in filter(is_hub, (self.train, self.held_out)):
+            HubData.parse(name)
         rewards = dict(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -127,6 +141,8 @@ class FilesTaskConfig(TaskConfig):
             self.on_error,
             self.row_template,
             self.held_out_every,
+            Columns(tuple((self.fields or {}).items())),
+            self.max_rows,
         )
         settle("source", source)
         super().__post_init__()

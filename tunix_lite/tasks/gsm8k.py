@@ -4,18 +4,17 @@ Its data are not shipped. Give its files, or the name of a data set on the hub."
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from tunix_lite.models.hub import dataset_folder
 from tunix_lite.rewards.numbers import last_number, number_of
+from tunix_lite.tasks.hub_rows import HUB
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import check_on_error
 from tunix_lite.tasks.sources import FileSource
 
 # pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
-# split -> what its files are called on the hub
-HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
+# split -> its name on the hub
+HUB_SPLITS = {"train": "train", "held_out": "test"}
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,7 @@ class Gsm8k(FileSource):
     def file_of(self, split: str) -> str:
         """The file of a split; one that was not given is downloaded."""
         file = getattr(self, f"{split}_file")
-        if file is not None:
-            return file
-        folder = dataset_folder(self.hub, tuple(HUB_FILES.values()))
-        files = sorted(Path(folder).glob(HUB_FILES[split]))
-        if len(files) != 1:
-            raise ValueError(
-                f"{self.hub} has {len(files)} files {HUB_FILES[split]}, not one; give "
-                f"task.source.{split}_file"
-            )
-        return str(files[0])
+        return f"{HUB}{self.hub}:main:{HUB_SPLITS[split]}" if file is None else file
 
 
 def strict(completion: str, example: dict) -> float:

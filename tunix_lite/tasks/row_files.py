@@ -6,11 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
 from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.tasks.hub_rows import is_hub, pinned, rows_of_hub
+from tunix_lite.tasks.row_forms import Columns
 
 ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too
@@ -69,20 +72,33 @@ class Rows(list):
         kind: str = "jsonl",
         on_error: str = "raise",
         checker: RowChecker | None = None,
+        columns: Columns | None = None,
+        max_rows: int | None = None,
     ):
         """Raises ValueError, naming file and line, for a malformed row; with on_error=skip such
-        rows are left out. kind: one of KINDS."""
+        rows are left out. kind: one of KINDS. columns: None takes those of the file as they are.
+        max_rows: of the file, from its start; None: all."""
         self.file = file
         # number of rows that were left out, and the reason for the first
         self.skipped = 0
         self.first_skipped = ""
         # cached results of checks of all rows, by their settings
         self.known: dict = {}
-        rows, read = KINDS[kind]
-        counted = f"{file}, {'row' if kind == 'parquet' else 'line'}"
-        for number, raw in rows(file):
+        # names of the forms of the rows, the first one first
+        self.forms: list[str] = []
+        if is_hub(file):
+            raws, read = rows_of_hub(file, max_rows is not None), dict
+        else:
+            rows, read = KINDS[kind]
+            raws = rows(file)
+        has_lines = kind == "jsonl" and not is_hub(file)
+        counted = f"{file}, {'line' if has_lines else 'row'}"
+        for number, raw in islice(raws, max_rows):
             try:
                 row = read(raw)
+                if columns is not None:
+                    form, row = columns.read(row)
+                    self.forms += [form] if form and form not in self.forms else []
                 row = _PlacedRow(checker.check(row) if checker else row, counted, number)
             except ValueError as error:
                 why = f"{counted} {number}: {error}"
@@ -106,19 +122,21 @@ class Rows(list):
         rows.skipped = 0
         rows.first_skipped = ""
         rows.known = {}
+        rows.forms = self.forms
         return rows
 
 
-def rows_of(
-    file: str, kind: str, on_error: str = "raise", checker: RowChecker | None = None
-) -> Rows:
-    """Reads the rows of a file, as it is now; the second time a start finds them here."""
+def rows_of(file: str, *settings: Any, default_split: str = "train") -> Rows:
+    """Reads the rows of a file, as it is now, or of a name of the hub; the second time a start
+    finds them here. settings: those of Rows. default_split: of a name that has none."""
+    if is_hub(file):
+        return _rows_with(b"", pinned(file, default_split), *settings)
     if not Path(file).is_file():
         why = f": {NO_ADDRESSES}" if is_address(file) else " is not a file"
         raise ValueError(f"{file}{why}")
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
-    return _rows_with(content, file, kind, on_error, checker)
+    return _rows_with(content, file, *settings)
 
 
 # content: makes a file that has changed another one

@@ -54,6 +54,7 @@ from tunix_lite.tasks.sources import (
     digest,
     digest_of_data,
     first_fitting,
+    spread,
 )
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
@@ -164,6 +165,18 @@ class TaskConfig:
     def template(self) -> PromptTemplate:
         """Template of the messages of an example."""
         return PromptTemplate(self.prompt, self.system, self.learned_turns)
+
+    def texts(self, limit: int | None) -> Iterator[str]:
+        """The texts of training examples that a model reads or writes: messages and what answers
+        them. limit: of the examples, which are evenly spread; None: all. Raises ValueError."""
+        rows = self.source.train
+        for i in spread(len(rows), limit or len(rows)):
+            messages = self.template.messages(rows[i])
+            if self.prompt is None:
+                messages = [*messages, *self.template.split(rows[i])[1]]
+            yield from (message.text for message in messages)
+            answers = (rows[i].get(name) for name in ("completion", "chosen", "rejected"))
+            yield from (answer for answer in answers if isinstance(answer, str))
 
     def functions(self) -> dict[str, Callable]:
         """Returns all functions that are called on completions, by the name in messages:

@@ -3,7 +3,7 @@ from scratch and for adapting a model to a domain."""
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.tasks.hub_rows import is_hub, parquet_of_hub, pinned
 from tunix_lite.tasks.processes import shared_errors
 from tunix_lite.tasks.sources import SPLITS, digest, digest_of_data
 from tunix_lite.tasks.task import Task, TaskConfig, TaskLengthsConfig
@@ -32,31 +33,37 @@ class TextSource:
 
     @cached_property
     def files(self) -> list[TokenFiles]:
-        """The files of training and, where they have files of their own, of held-out rows."""
+        """The files of training and, where they have files of their own, of held-out rows. Raises
+        ValueError."""
         config = self.config
-        if self.tokenizer is None:
-            raise ValueError(
-                "task=text has rows of tokens to learn from, and no prompts to answer; "
-                "a run with algorithm=sft reads them"
-            )
-        return [
-            TokenFiles(
+        cache = Path(CACHE if config.cache == "auto" else config.cache).expanduser()
+        made = []
+        for pattern, split in ((config.train, "train"), (config.held_out, "test")):
+            if pattern is None:
+                continue
+            if is_hub(pattern):
+                pattern = str(parquet_of_hub(pinned(pattern, split), cache / "hub"))
+            files = TokenFiles(
                 pattern,
                 self.tokenizer,
-                Path(CACHE if config.cache == "auto" else config.cache).expanduser(),
+                cache,
                 config.field,
                 config.separator,
                 config.special_tokens_in_data,
                 config.held_out_every if config.held_out is None else 0,
                 (jax.process_index(), jax.process_count()),
             )
-            for pattern in (config.train, config.held_out)
-            if pattern is not None
-        ]
+            made.append(files)
+        return made
 
     @cached_property
     def train(self) -> TokenRows:
         """The rows to train on. Raises ValueError for a malformed document."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "task=text has rows of tokens to learn from, and no prompts to answer; "
+                "a run with algorithm=sft reads them"
+            )
         return self.files[0].rows("train", self.config.row_tokens)
 
     @cached_property
@@ -87,8 +94,8 @@ class TextTaskConfig(TaskConfig):
     learned_turns: str = unset(default="last")
     environment: Callable | None = unset(default=None)
     lengths: TaskLengthsConfig | None = unset(default=None)
-    # Text files to train on: a path, or a pattern such as 'corpus/*.jsonl'. Names end with .jsonl,
-    # .txt or .parquet.
+    # Text files to train on: a path, a pattern such as 'corpus/*.jsonl', or hub:org/name. Names end
+    # with .jsonl, .txt or .parquet.
     train: str | None = None
     # Files to evaluate with, in the same way. null holds out documents of `train`.
     held_out: str | None = None
@@ -141,6 +148,10 @@ class TextTaskConfig(TaskConfig):
     def functions(self) -> dict[str, Callable]:
         """Returns none: no completions are graded."""
         return {}
+
+    def texts(self, limit: int | None) -> Iterator[str]:
+        """See TaskConfig."""
+        return self.source.files[0].texts(limit)
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """See TaskConfig."""

@@ -121,6 +121,13 @@ class TokenFiles:
         folder = self.cache / hashlib.sha256(made_of.encode()).hexdigest()[:16]
         return [folder / f"{i:06d}" for i in range(len(self.parts))]
 
+    def texts(self, limit: int | None) -> Iterator[str]:
+        """Texts of documents, `limit` or a few more of them, as many of each part; None: all. Of a
+        file that is one document, its pieces."""
+        each = None if limit is None else -(-limit // max(1, len(self.parts)))
+        for part in self.parts:
+            yield from (piece.text for piece in islice(self._pieces(part), each))
+
     @property
     def num_made(self) -> int:
         """Counts the parts whose tokens are there."""

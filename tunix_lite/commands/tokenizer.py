@@ -1,0 +1,57 @@
+"""`tunix-lite tokenizer task=text task.train=stories.txt out=FOLDER`: a tokenizer for a model with
+random weights, trained on the texts that it will learn from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunix_lite.basics.errors import error_context
+from tunix_lite.commands import program
+from tunix_lite.models.tokenizer_training import train_tokenizer
+from tunix_lite.settings.config import RunConfig
+from tunix_lite.tasks.sources import spread
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Settings of the command: the kind and the size of the tokenizer, and its folder."""
+
+    # Folder to write. model.tokenizer takes it.
+    out: str | None = None
+    # What is trained: bpe or unigram. Both read bytes.
+    kind: str = "bpe"
+    # Tokens, special ones included. Of few texts there are fewer.
+    vocab_size: int = 8192
+    # Training examples to learn from, evenly spread. null takes all.
+    num_examples: int | None = 100_000
+    # true replaces the tokenizer in the folder.
+    overwrite: bool = False
+
+    def __post_init__(self):
+        if self.out is None:
+            raise ValueError("out is missing: give out=FOLDER")
+        if self.num_examples is not None and self.num_examples < 2:
+            raise ValueError(
+                f"num_examples={self.num_examples} must be at least 2, or null for all"
+            )
+
+
+def main() -> None:
+    program.run_command("tokenizer", TokenizerConfig, _train)
+
+
+def _train(run: RunConfig, settings: TokenizerConfig) -> None:
+    """Trains the tokenizer, and says how large and how good it is. Raises ConfigError."""
+    folder = Path(settings.out).expanduser()
+    with error_context("out"):
+        if (folder / "tokenizer.json").exists() and not settings.overwrite:
+            raise ValueError(f"{folder} has a tokenizer; overwrite=true replaces it")
+    with error_context("task"):
+        texts = list(run.task.texts(settings.num_examples))
+    with error_context(""):
+        made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
+    sample = [texts[i] for i in spread(len(texts), 1000)]
+    count = sum(len(made.encode(text)) for text in sample)
+    size = sum(len(text.encode()) for text in sample)
+    print(f"{made.num_tokens:,} tokens from {len(texts):,} texts")
+    print(f"a token stands for {size / max(1, count):.2f} bytes of them on average")
+    print(f"written to {folder}: model=random model.target_params=5M model.tokenizer={folder}")

@@ -1,0 +1,184 @@
+"""Rows of data sets of the Hugging Face hub, by name, through its datasets library: read from its
+cache, or streamed. `hub:openai/gsm8k@main:main:train` is name, revision, config and split."""
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunix_lite.models.hub import commit_of_data
+
+HUB = "hub:"
+_NAME = re.compile(r"hub:([^:@]+)(?:@([^:@]+))?(?::([^:]*))?(?::([^:]+))?")
+_SHA = re.compile("[0-9a-f]{40}")
+# rows of a row group of Parquet
+_GROUP_ROWS = 20_000
+_USUAL_SPLITS = ("train", "test", "validation")
+
+
+class HubData(NamedTuple):
+    """One split of a data set. Example: HubData.parse("hub:openai/gsm8k:main:test").split."""
+
+    # org/name, or a folder in the hub's layout
+    repo: str
+    revision: str | None
+    config: str | None
+    split: str | None
+
+    @classmethod
+    def parse(cls, name: str) -> "HubData":
+        """Raises ValueError, with the form to write, for a name that has another one."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(
+                f"{name}: a data set of the hub is hub:org/name, with @REVISION, :CONFIG and "
+                ":SPLIT where they are needed, such as hub:openai/gsm8k@main:main:train"
+            )
+        return cls(*(part or None for part in match.groups()))
+
+    def may_be(self, name: str) -> bool:
+        """True if this name, without a commit, is short for that other one."""
+        if self.revision is not None or not is_hub(name):
+            return False
+        other = HubData.parse(name)
+        # one part after the name may be a split
+        parts = {(self.config, self.split), (None, self.config)}
+        return self.repo == other.repo and any(
+            config in (None, other.config) and split in (None, other.split)
+            for config, split in parts
+        )
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{HUB}{self.repo}{revision}:{self.config or ''}:{self.split or ''}".rstrip(":")
+
+
+def is_hub(name: str | None) -> bool:
+    """True for a name with `hub:` before it."""
+    return name is not None and name.startswith(HUB)
+
+
+def pinned(name: str, default_split: str) -> str:
+    """The name with the commit, the config and the split that are read now: what it names later,
+    too. default_split: where the name has none. Raises ValueError."""
+    data = HubData.parse(name)
+    with _explained(data):
+        try:
+            builder = _builder(data.repo, data.revision, data.config)
+        except ValueError:
+            # one part after the name may be a split
+            if data.config is None or data.split is not None:
+                raise
+            data = data._replace(config=None, split=data.config)
+            builder = _builder(data.repo, data.revision, None)
+    splits = [*map(str, builder.info.splits or builder.config.data_files or {})]
+    split = data.split or (default_split if default_split in splits else None)
+    if split is None and len(splits) == 1 and default_split == "train":
+        split = splits[0]
+    if split not in splits:
+        config = builder.config.name
+        lines = ", ".join(str(data._replace(config=config, split=one)) for one in splits)
+        raise ValueError(f"{name}: there is no split {split or default_split}; write {lines}")
+    # a folder has no commits
+    revision = None if Path(data.repo).is_dir() else builder.hash
+    return str(HubData(data.repo, revision, builder.config.name, split))
+
+
+def rows_of_hub(name: str, is_streamed: bool) -> Iterator[tuple[int, dict]]:
+    """The rows of a pinned name, with their numbers from 1. is_streamed: over the network as they
+    are read; else from the cache, which is filled before. Raises ValueError."""
+    data = HubData.parse(name)
+    with _explained(data):
+        builder = _builder(data.repo, data.revision, data.config)
+        if is_streamed:
+            rows = builder.as_streaming_dataset(split=data.split)
+        else:
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=data.split)
+        yield from enumerate(rows, start=1)
+
+
+def parquet_of_hub(name: str, folder: Path) -> Path:
+    """A Parquet file with the rows of a pinned name, in this folder; written where it is missing.
+    Raises ValueError."""
+    place = folder / hashlib.sha256(name.encode()).hexdigest()[:16]
+    if not place.is_dir():
+        data = HubData.parse(name)
+        with _explained(data):
+            builder = _builder(data.repo, data.revision, data.config)
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=data.split)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as made:
+            rows.to_parquet(f"{made}/{data.split}.parquet", batch_size=_GROUP_ROWS)
+            # else another process was first
+            with contextlib.suppress(OSError):
+                os.rename(made, place)
+    [file] = place.iterdir()
+    return file
+
+
+# a start asks twice, for two splits
+@lru_cache(maxsize=8)
+def _builder(repo: str, revision: str | None, config: str | None) -> Any:
+    """The library's reader of a data set, a datasets.DatasetBuilder."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{HUB}{repo} is read by the datasets library: pip install -e '.[hub]'"
+        ) from error
+    if not Path(repo).is_dir():
+        commit = commit_of_data(repo, revision)
+        # else the library would try for minutes
+        datasets.config.HF_HUB_OFFLINE |= commit is None
+        revision = commit or revision
+    builder = datasets.load_dataset_builder(repo, config, revision=revision)
+    if revision is None or not _SHA.fullmatch(revision) or builder.hash == revision:
+        return builder
+    # Without a network the library takes the newest commit of its cache.
+    folder = Path(builder.cache_dir).with_name(revision)
+    if not folder.is_dir():
+        raise ConnectionError(f"the cache has another commit, {builder.hash}")
+    return type(builder)(
+        repo_id=repo,
+        dataset_name=builder.dataset_name,
+        config_name=builder.config.name,
+        version=folder.parent.name,
+        hash=revision,
+    )
+
+
+@contextlib.contextmanager
+def _explained(data: HubData) -> Iterator[None]:
+    """Turns errors of the library into a ValueError that says what to do."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            # the disk is full
+            raise
+        if not isinstance(error, ConnectionError):
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{data}: {why}") from None
+        from datasets import config
+
+        # one part after the name may be a split
+        names = [data.repo]
+        if data.config is not None and (data.split or data.config not in _USUAL_SPLITS):
+            names.append(data.config)
+        line = ", ".join(f'"{name}"' for name in names)
+        line += f', revision="{data.revision}"' if data.revision else ""
+        raise ValueError(
+            f"{data} is not in the cache {config.HF_DATASETS_CACHE}, and the hub cannot be "
+            "reached, or HF_HUB_OFFLINE is set. Where there is a network type python -c 'import "
+            f"datasets; datasets.load_dataset({line})' and bring that cache here; or give a folder "
+            "of its files: hub:FOLDER"
+        ) from None
