@@ -151,12 +151,6 @@ def variable(name: str, completion: str, example: dict) -> str:
     return os.environ[name]
 
 
-def slowly(completion: str, example: dict) -> float:
-    """Late where the example says so, so that later ones are done before."""
-    time.sleep(example["seconds"])
-    return float(len(completion))
-
-
 bound_nameless = partial(lambda completion, example: 1.0)
 
 

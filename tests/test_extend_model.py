@@ -86,7 +86,9 @@ def test_the_table_of_names_is_the_one_of_the_code():
     assert {field: key for field, key, *_ in table("`model.architecture`")} == KEYS
 
 
-@pytest.mark.parametrize("command", [SIZE, SIZE_OF_THE_FAMILY], ids=["llama", "mistral"])
+@pytest.mark.parametrize(
+    "command", [SIZE, pytest.param(SIZE_OF_THE_FAMILY, marks=pytest.mark.wide)], ids=["llama", "mistral"]
+)
 def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
     state = train(run_of(command, *QUICK), tmp_path)
     check_trained(state, tmp_path)
@@ -140,6 +142,7 @@ def test_a_pattern_names_kinds_that_there_are():
         decoder.weights(replace(MIXED, pattern=("test_extend_model.NAME",)))
 
 
+@pytest.mark.wide
 def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_scores():
     assert repeated("aab" * 2 + "a") == ("a", "a", "b") and repeated("aabab") == tuple("aabab")
     params = random_params(MIXED)

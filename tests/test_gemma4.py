@@ -195,6 +195,7 @@ def test_shared_prompts_are_alone(params, alone, exact):
     check_gradients(grads, exact[1], 1e-9)
 
 
+@pytest.mark.wide
 def test_packed_is_alone_layer_after_layer_in_float32(params, alone, exact):
     how = {"scan_layers": False, "remat": "save_qkv_out"}
     logprobs, grads = losses(params, groups(), layout_of("sequences"), jnp.float32, CFG, **how)

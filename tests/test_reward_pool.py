@@ -33,7 +33,6 @@ from faulty_rewards import (
     one,
     ranked,
     shown,
-    slowly,
     undecodable,
 )
 
@@ -248,12 +247,6 @@ def test_an_evaluation_counts_and_says_its_failures():
 # ---- the workers
 
 
-def test_rewards_come_back_in_the_order_of_rows():
-    texts, examples = [str(i) * (i + 1) for i in range(8)], [{"seconds": 0.02 * (8 - i)} for i in range(8)]
-    graded = judge(texts, examples, rewards={"r": Reward(slowly)}, settings=RewardsConfig(workers=3), correct=slowly)
-    np.testing.assert_array_equal(graded.rewards, range(1, 9))
-
-
 def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
     for workers in (0, 2):
         graded = judge(["process"] * 9, settings=RewardsConfig(workers=workers))
@@ -369,14 +362,6 @@ def three_examples(**second) -> list[dict]:
     return [first] * 3 + [middle] * 3 + [last] * 3
 
 
-def test_a_reward_ranks_the_completions_of_each_group():
-    settings = RewardsConfig("raise", 20.0, workers=2)
-    graded = judge(THREE_GROUPS, three_examples(), settings=settings, num_generations=3, rewards=RANKED, correct=length)
-    np.testing.assert_array_equal(graded.rewards, [1, 0, 2, 0, 2, 1, 0, 1, 2])
-    assert graded.metrics["reward/rank"] == 0.5 and graded.metrics["reward/mean"] == 1
-    assert graded.metrics["reward/length"] == 2, "the reward of each completion is called as before"
-
-
 def test_a_group_is_graded_when_its_last_completion_has_ended_whatever_their_order():
     called = []
 
@@ -444,15 +429,6 @@ def test_what_kept_a_completion_from_more_is_counted_and_is_no_failure(workers, 
     assert noted(graded) == {"unscorable": 0, "no_answer": 2, "stopped": 1, "dropped": 0}
     assert graded.failures[1]["reward 'r'"] == "no_answer: it holds no number"
     assert graded.metrics["reward/r"] == 1.25 / 4
-
-
-def test_none_is_an_error_unless_it_is_asked_for():
-    reward = {"r": Reward(of_group, group=True)}
-    with pytest.raises(ValueError, match="reward 'r' is None, not a number,"):
-        grade(["1", "none"], RewardsConfig(workers=0), reward)
-    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, G=1)
-    np.testing.assert_array_equal(graded.rewards, [1, 0])
-    assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
 
 
 @pytest.mark.parametrize("workers, is_group", [(0, False), (1, True)])

@@ -136,6 +136,7 @@ def test_without_an_evaluation_a_run_learns_the_same_to_the_bit(finished, tmp_pa
     assert not any("eval/accuracy" in row for row in lines(tmp_path))
 
 
+@pytest.mark.wide
 def test_the_same_seed_gives_the_same_file(finished, tmp_path):
     """To the bit, also where samples of each evaluation are drawn beside."""
     folder, state = finished
