@@ -113,8 +113,6 @@ def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("trian", "there is no command trian; did you mean tunix-lite train?"),
-        ("grpo", "did you mean tunix-lite train algorithm=grpo?"),
         # commands that were here
         ("chat outputs/latest", "there is no command chat; did you mean tunix-lite generate outputs/latest?"),
         ("seed=1", "the command comes first: tunix-lite train seed=1; there is train, launch, "),

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import overlap_worker
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
+from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import (
     Conversation,
@@ -143,14 +144,8 @@ class Grades:
         self.rows[row] = list(tokens)
 
 
-class Numbers(SimpleNamespace):
+class Numbers(overlap_worker.Numbers):
     """A task whose examples are numbers; every step has prompts of its own."""
-
-    leaves_out = False
-    tokenizer = SimpleNamespace(pad_id=0)
-
-    def batch(self, count, seed, rollout):
-        return [{"n": rollout * count + i} for i in range(count)], 0
 
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
@@ -159,14 +154,9 @@ class Numbers(SimpleNamespace):
         return Grades()
 
 
-def session_of(overlap, staleness, prompts=3):
-    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
+def session_of(overlap, staleness, task=None):
     rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
-    generation = GenerationConfig(PROMPT, NEW)
-    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
-    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
-    stopping = SimpleNamespace(check_between_chunks=lambda: None)
-    return SimpleNamespace(run=run, parts=parts, task=Numbers(), stopping=stopping)
+    return overlap_worker.session_of(rollout, task or Numbers(), GenerationConfig(PROMPT, NEW))
 
 
 def carry_of(cfg, staleness, start=None, sampler=None):
@@ -280,9 +270,7 @@ class Talks(Numbers):
 
 
 def one_step_of_talks(start=None, delay=0):
-    session = session_of("one_step", 1)
-    session.task = Talks(delay=delay)
-    return OneStepOffPolicy(session, start or InFlight([], 0))
+    return OneStepOffPolicy(session_of("one_step", 1, Talks(delay=delay)), start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
