@@ -49,6 +49,7 @@ from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
+from tunix_lite.planning.flops import peak_bytes
 from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
@@ -58,7 +59,6 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import resolve_run
 from tunix_lite.train import train

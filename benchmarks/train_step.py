@@ -33,7 +33,7 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.runs.throughput import Throughput
+from tunix_lite.planning.flops import Throughput
 from tunix_lite.settings.compose import compose
 
 SMALL = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py

@@ -159,12 +159,14 @@ def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_
     assert elapsed() < 0.05 < 0.1 <= time.perf_counter() - began, "it counts as waiting for the compiler"
 
 
-@pytest.mark.parametrize("length, sizes", [
-    (96, [96]), (341, [341]), (342, [342, 256]), (768, [768, 512, 256]), (2560, [2560, 1024, 256]),
-    (9216, [9216, 4096, 1024]), (16640, [16640, 8192, 2048]),
+@pytest.mark.parametrize("length, longest_prompt, sizes", [
+    (96, 64, [96]), (192, 128, [192]), (193, 128, [193, 128]), (320, 256, [320, 200]), (341, 256, [341, 216]),
+    (342, 256, [342, 256]), (544, 288, [544, 344]), (768, 256, [768, 512, 256]), (768, 300, [768, 512]),
+    (2560, 256, [2560, 1024, 256]), (2560, 2048, [2560, 1600]), (9216, 1024, [9216, 4096, 1024]),
+    (16640, 256, [16640, 8192, 2048]),
 ])  # fmt: skip
-def test_a_cache_has_at_most_three_sizes(length, sizes):
-    assert kv_cache.column_sizes(length) == sizes
+def test_a_cache_has_at_most_three_sizes(length, longest_prompt, sizes):
+    assert kv_cache.column_sizes(length, longest_prompt) == sizes
 
 
 @pytest.mark.parametrize("longest, widths", [

@@ -19,7 +19,7 @@ from tunix_lite.learner.optim import (
     SGDConfig,
     describe,
     init_opt_state,
-    learning_rate_at,
+    learning_rates,
     make_optimizer,
     num_updates,
     opt_state_shapes,
@@ -40,7 +40,7 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 
 def rates(max_steps=11, **settings):
     cfg = OptimizerConfig(learning_rate=1.0, **settings)
-    return [learning_rate_at(cfg, max_steps, step) for step in range(max_steps)]
+    return [*map(learning_rates(cfg, max_steps), range(max_steps))]
 
 
 def test_schedules_by_hand():
@@ -297,7 +297,7 @@ def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_aske
     plain = compose(["optimizer.learning_rate=4e-5"]).optimizer
     assert scaled_for(plain, 4) is plain and "shards" not in describe(plain, 4)
     asked = replace(plain, learning_rate=1e-4, scale_lr_with_devices=True)
-    assert learning_rate_at(scaled_for(asked, 4), 60, 4) == pytest.approx(4e-4)
+    assert learning_rates(scaled_for(asked, 4), 60)(4) == pytest.approx(4e-4)
     assert "0.0001 x 4 shards = 0.0004 constant" in describe(asked, 4)
     settings = compose(["optimizer.scale_lr_with_devices=true", "training.packing=none"])
     resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 4, "tp": 2}, "cpu")

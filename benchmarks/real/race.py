@@ -253,6 +253,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="folder with the folders of the models as GGUF files")
     parser.add_argument("--node", type=Path, help="folder with node_modules/node-llama-cpp")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression over the names of cells")
+    parser.add_argument("--sides", nargs="+", default=[], help="only these, such as ours transformers")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--change", type=change, nargs="+", default=[], help="of a cell's work, such as peer_batch=16")
     parser.add_argument("--again", action="store_true", help="races cells that are kept, too")
@@ -297,7 +298,8 @@ def main() -> None:
             work |= dict(args.change)
         file = args.out / f"real_{work['race']}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
-        lacks = {side: missing(side, work["of_model"], args) for side in RACES[work["race"]]}
+        sides = [side for side in RACES[work["race"]] if not args.sides or side in args.sides]
+        lacks = {side: missing(side, work["of_model"], args) for side in sides}
         known = kept.get(cell, {}).get("sides", {})
         wanted = [side for side, why in lacks.items() if not why]
         if not args.again and all("first" in known.get(side, {}) for side in wanted):
@@ -306,10 +308,10 @@ def main() -> None:
         print(f"{cell}: {args.rounds} rounds of {', '.join(wanted)}", flush=True)
         began = time.perf_counter()
         about = {"date": datetime.date.today().isoformat(), "machine": machine(), "commit": commit(), "work": work}
-        sides = race(work | {"name": re.sub(r"\W+", "_", cell)}, args, lacks)
+        answers = race(work | {"name": re.sub(r"\W+", "_", cell)}, args, lacks)
         seconds = round(time.perf_counter() - began, 1)
         about |= {"load_after": round(os.getloadavg()[0], 2), "seconds_of_the_race": seconds}
-        file.write_text(json.dumps(kept | {cell: about | {"sides": sides}}, indent=1) + "\n")
+        file.write_text(json.dumps(kept | {cell: about | {"sides": answers}}, indent=1) + "\n")
         print(f"  {file.name}: {seconds:.0f} s", flush=True)
     print(table(args.out))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from tunix_lite.algorithms.advantages import centre, leave_one_out, max_likelihood, standardise
-from tunix_lite.learner.optim import OptimizerConfig, learning_rate_at
+from tunix_lite.learner.optim import OptimizerConfig, learning_rates
 
 from svg import Axes, Picture
 
@@ -118,7 +118,7 @@ def schedules() -> Picture:
     axes.ticks([0, 5, 15, 30, 45, 60], [0, 1, 2, 3, 4])
     for i, (name, kind) in enumerate((("constant", "la"), ("linear", "lb"), ("cosine", "lc"))):
         settings = OptimizerConfig(learning_rate=4e-5, schedule=name, warmup_steps=5)
-        rates = [learning_rate_at(settings, 60, step) for step in range(60)]
+        rates = [*map(learning_rates(settings, 60), range(60))]
         axes.curve(list(range(1, 61)), [rate * 1e5 for rate in rates], f"{kind} thick")
         p.line([(660, 80 + 26 * i), (700, 80 + 26 * i)], f"{kind} thick")
         p.text(710, 84 + 26 * i, name)

@@ -6,11 +6,12 @@ as nan, and gets a WholeBatch there. One that has none gets groups without their
 completions.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from tunix_lite.algorithms.algorithm import takes
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
     """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator and exactly 0
     where all agree (GRPO, arXiv:2402.03300)."""
     centred_PG = centre(rewards_PG)
+    # G - 1, as torch.std has it: the rewards are a sample of what the prompt may earn
     std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / (centred_PG.shape[1] - 1))
     return centred_PG / (std_P1 + eps)
 
@@ -65,6 +67,7 @@ def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
     For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     others = rewards_PG[(rewards_PG != 0) & (rewards_PG != 1)]
+    # A mean of other numbers is no success rate, and could be negative.
     if others.size:
         raise ValueError(
             "advantages=max_likelihood divides by the success rate of a group, so rewards must be "
@@ -92,6 +95,7 @@ def batch_scaled(
     if mean not in ("group", "batch"):
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
+    # what is dropped would make the scale nan
     all_rewards = rewards_PG[is_kept_PG]
     centred = _centred_all(all_rewards)
     std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
@@ -115,10 +119,12 @@ def whiten(
     if over not in ("tokens", "samples"):
         raise ValueError(f"advantages.over={over!r}; it is tokens or samples")
     is_kept_PG = ~np.isnan(rewards_PG)
+    # The baseline comes first: the mean over the batch would not tell easy prompts from hard ones.
     values_PG = _centred_groups(rewards_PG) if group_baseline else rewards_PG
     values = values_PG[is_kept_PG]
     counts = np.ones(len(values)) if over == "samples" else whole.lengths[is_kept_PG]
     total = counts.sum()
+    # nothing to learn, and the variance would be 0 / 0
     if total < 2 or values.min() == values.max():
         return np.zeros(rewards_PG.shape)
     centred = values - (counts * values).sum() / total
@@ -172,11 +178,6 @@ def _centred_all(values: np.ndarray) -> np.ndarray:
 # ---- without dropped completions: others are learned from as if these had never been there
 
 
-def takes_whole(advantages: Callable[..., np.ndarray]) -> bool:
-    """True if the function looks at the whole batch, as a WholeBatch."""
-    return "whole" in inspect.signature(advantages).parameters
-
-
 def advantages_of_kept(
     advantages: Callable[..., np.ndarray],
     rewards_PG: np.ndarray,
@@ -187,7 +188,8 @@ def advantages_of_kept(
 
     `advantages` gets whole groups together, groups with a dropped completion one by one; if it has
     a parameter `whole`, everything at once, nan where dropped."""
-    if takes_whole(advantages):
+    # One that sees the batch has to know who is missing, so it gets nan in their places.
+    if takes(advantages, "whole"):
         is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
         found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
         return np.where(is_compared_PG, found_PG, 0.0)
@@ -195,6 +197,7 @@ def advantages_of_kept(
     is_whole_P = kept_PG.all(axis=1)
     if is_whole_P.any():
         result_PG[is_whole_P] = advantages(rewards_PG[is_whole_P])
+    # Groups of other sizes cannot stand in one array, so they go one by one.
     for p in np.flatnonzero(~is_whole_P & (kept_PG.sum(axis=1) >= 2)):
         result_PG[p, kept_PG[p]] = advantages(rewards_PG[p : p + 1, kept_PG[p]])[0]
     return result_PG

@@ -4,6 +4,7 @@ An algorithm is any object with the fields of `Algorithm`: usually a frozen data
 are its settings. YAML names it by its dotted path.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -225,6 +226,18 @@ class Algorithm(Protocol):
 
         Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
         them; of a types.Max they take the largest."""
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raises ValueError with the first of these messages that is true."""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(problem)
+
+
+def takes(piece: Callable[..., Any], parameter: str) -> bool:
+    """Returns whether a function that the settings name has this parameter."""
+    return parameter in inspect.signature(piece).parameters
 
 
 def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:

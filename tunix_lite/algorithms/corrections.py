@@ -43,13 +43,12 @@ def mask_sequences(
     log_weight_BT: np.ndarray, mask_BT: np.ndarray, low: float = 0.99, high: float = 1.01
 ) -> np.ndarray:
     """1 for a completion whose geometric mean of w is within [low, high], else 0
-    (arXiv:2512.23075).
-
-    A mean, since a product over tokens would grow with the length, and a fixed bound on it would
-    leave out long completions."""
+    (arXiv:2512.23075)."""
     _check_above("high", high, low)
     lengths_B1 = np.maximum(mask_BT.sum(axis=1, keepdims=True), 1)
     sums_B1 = np.where(mask_BT, log_weight_BT, 0.0).sum(axis=1, keepdims=True)
+    # A mean, since a product over tokens would grow with the length, and a fixed bound on it would
+    # leave out long completions.
     mean_B1 = np.exp(sums_B1 / lengths_B1)
     is_kept_B1 = (mean_B1 >= low) & (mean_B1 <= high)
     return np.broadcast_to(is_kept_B1, mask_BT.shape).astype(np.float64)
@@ -68,7 +67,9 @@ def corrected(
     alone."""
     mask_BT = np.asarray(batch.loss_weight) != 0
     gap_BT = np.float64(batch.old_logprobs) - np.float64(sampler_BT)
+    # exp of the gap must stay finite, or one odd token would spoil the whole batch
     gap_BT = np.clip(np.where(mask_BT, gap_BT, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # a batch may have nothing to learn from
     count = max(int(mask_BT.sum()), 1)
     metrics = {
         "sampler/logprob_gap": float(np.abs(gap_BT).sum() / count),

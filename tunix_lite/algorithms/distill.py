@@ -26,7 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, TeacherComparison
+from tunix_lite.algorithms.algorithm import (
+    Needs,
+    Policy,
+    TaskInterface,
+    TeacherComparison,
+    refuse,
+)
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
@@ -95,9 +101,7 @@ class Distill:
             f"num_generations={self.num_generations} must be at least 2: rewards are compared "
             "within a group": self.reward_coef > 0 and self.num_generations < 2,
         }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise ValueError(problem)
+        refuse(problems)
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio
     updates_per_rollout = 1
@@ -168,6 +172,7 @@ class Distill:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         counts_RW = batch.loss_weight != 0
         gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+        # 1 at the first update, with the gradient of the log-probability
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         loss = -jnp.sum(batch.loss_weight * ratio_RW * batch.advantages)
         metrics = {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
@@ -188,6 +193,7 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
     longest. Only tokens, their mask and their weights are in the batch.
     Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
     longest = max(map(len, prompts))
+    # prompts end where completions begin, so padding is on the left
     tokens = np.zeros((len(prompts), longest), np.int32)
     lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]
     mask = np.arange(longest) >= longest - lengths_B1

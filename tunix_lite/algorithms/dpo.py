@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
@@ -55,9 +55,7 @@ class DPO:
                 self.pairs == "data" and self.num_generations != 2
             ),
         }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise ValueError(problem)
+        refuse(problems)
 
     # the coefficients are those of today's weights, so they serve one update
     updates_per_rollout = 1
@@ -104,12 +102,14 @@ class DPO:
             groups = sample_groups(policy, task, params, examples, key, self.num_generations)
             rollout = groups.rollout
             arrays = rollout.tokens, rollout.token_mask, np.asarray(rollout.completion_mask)
-            chosen, rejected = best_and_worst(groups)
+            chosen, rejected = _best_and_worst(groups)
             metrics = groups.metrics | {"reward/pairs": len(chosen) / len(examples)}
             graded = groups.graded
 
         # Only the tokens of pairs count, each as often as its pair.
         tokens, token_mask, completion_mask = arrays
+        # A completion that no pair has is in the batch all the same: rows stay as many in each
+        # step, and one program serves them all.
         counts = np.zeros(completion_mask.shape, bool)
         paired = np.concatenate([chosen, rejected])
         counts[paired] = completion_mask[paired]
@@ -129,6 +129,7 @@ class DPO:
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
 
         # They go to all tokens of the two completions.
+        # The update may cut a pair into two micro-batches, so each token has to know its share.
         values = np.zeros((4, len(counts)))
         values[0, chosen] = slopes
         values[0, rejected] = -slopes
@@ -161,7 +162,7 @@ class DPO:
         return loss - jnp.sum(batch.loss_weight * slope_RW), metrics
 
 
-def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+def _best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the rollout that have the highest and the lowest reward of their group, the first
     of equals; of groups that agree, or have no tokens in the two, none."""
     G = groups.rewards_PG.shape[1]
@@ -172,6 +173,7 @@ def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     differ_P = (groups.kept_PG.sum(axis=1) >= 2) & (
         highest_PG.max(axis=1) > lowest_PG.min(axis=1)
     )
+    # rows of a group stand side by side
     first_P = np.arange(len(differ_P)) * G
     best_P = first_P + highest_PG.argmax(axis=1)
     worst_P = first_P + lowest_PG.argmin(axis=1)

@@ -23,9 +23,8 @@ from tunix_lite.algorithms.advantages import (
     WholeBatch,
     advantages_of_kept,
     groups_that_agree,
-    takes_whole,
 )
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes, who_answers
 from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
 
@@ -86,6 +85,7 @@ class Groups:
 
         advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
+        # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
         P, G = self.learned_PG.shape
         return Batch(
             tokens=self.rollout.tokens,
@@ -104,6 +104,7 @@ class Groups:
     def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
         where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
+        # no limit is a limit that nothing reaches: one clip serves both
         limit = np.inf if limit is None else limit
         shape = self.rollout.tokens.shape
         if self.credit is None or self.credit.kind == "end":
@@ -178,6 +179,7 @@ def sample_groups(
     A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
     raises, and ValueError where a reward fails and rewards.on_error=raise."""
     repeated = [example for example in examples for _ in range(num_generations)]
+    # The grader is there before sampling starts: rewards run while other completions are sampled.
     grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
     answers = who_answers(task, repeated)
@@ -210,7 +212,7 @@ def turn_advantages(
 
     function: gets the values of all turns of a group as one row. turn_rewards: of each row, those
     of a group side by side. Raises ValueError for one that compares whole completions."""
-    if takes_whole(function):
+    if takes(function, "whole"):
         raise ValueError(
             f"conversation.credit={credit.kind} compares turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
@@ -219,6 +221,7 @@ def turn_advantages(
     for p, kept_G in enumerate(kept_PG):
         rows = p * len(kept_G) + np.flatnonzero(kept_G)
         values = [credit.values(turn_rewards[row]) for row in rows]
+        # one turn has nothing to be compared with
         if sum(map(len, values)) < 2:
             continue
         advantages = function(np.concatenate(values)[None])[0]
@@ -249,6 +252,7 @@ def sample_mixed_groups(
     rounds: list[Groups] = []
     for r in range(max_rounds):
         drawn = examples[r * num_prompts : (r + 1) * num_prompts]
+        # the first round draws what a run that replaces no group draws
         round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
         rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
         seconds.append(time.perf_counter() - began)
@@ -273,6 +277,7 @@ def sample_mixed_groups(
     for name in by_round[0]:
         values = [one[name] for one in by_round if name in one]
         part, _, rest = name.partition("/")
+        # a metric that only some rounds have would be a mean of few
         if len(values) < len(rounds):
             continue
         if part in ("time", "rewards", "prompts"):
@@ -323,6 +328,7 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
             return [together[row] for row in rows] if together else []
         return np.concatenate(values)[rows]
 
+    # they are of the batch, and not of a completion
     of_all = {"metrics", "weights", "num_generations"}
     names = {field.name for field in fields(Graded)} - of_all
     taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}

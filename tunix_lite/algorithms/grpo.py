@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms import kl
-from tunix_lite.algorithms.algorithm import Needs, Policy, Scorer, TaskInterface
+from tunix_lite.algorithms.algorithm import Needs, Policy, Scorer, TaskInterface, takes
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
 from tunix_lite.algorithms.groups import Groups, sample_groups, sample_mixed_groups
 from tunix_lite.algorithms.objective import Objective
-from tunix_lite.algorithms.ratios import token_terms
-from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics, takes_bounds
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
+from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 
@@ -105,13 +105,16 @@ class GRPO(Objective):
             batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
         if self.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=groups.rollout.logprobs)
+        # kept: the correction compares the sampler with what replaces it
         sampler_BT = batch.old_logprobs
         if self.old_logprobs == "rescored":
             batch = batch.replace(old_logprobs=in_parts(partial(policy.rescore, params)))
         if self.kl_coef:
             batch = batch.replace(ref_logprobs=in_parts(policy.scorers["reference"]))
+        # scoring is over, and the update learns from those alone that count
         batch = batch.replace(loss_weight=learned_BT)
         if self.old_logprobs == "rescored":
+            # also without a correction: its metrics say how far sampler and trainer are apart
             batch, metrics = corrected(self.correction, batch, sampler_BT)
         if self.is_kl_reward:
             # k1 of each completion: the sum over its tokens, learned from or not
@@ -126,9 +129,21 @@ class GRPO(Objective):
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
         # the gain of each token, by its ratio and its advantage
-        terms = token_terms(scores, batch, self.ratio)
+        # 0 at tokens that do not count, whatever fills them: a mean over a completion adds them up
+        counts_RW = batch.loss_weight != 0
+        gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+        log_ratio_RW = self.ratio(gap_RW, batch)
+        terms = TokenTerms(
+            ratio=jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
+            log_ratio=log_ratio_RW,
+            advantages=batch.advantages,
+            logprobs=jnp.where(counts_RW, scores.logprobs, 0.0),
+            old_logprobs=jnp.where(counts_RW, batch.old_logprobs, 0.0),
+            gap=gap_RW,
+            batch=batch,
+        )
         bounds = None
-        if takes_bounds(self.surrogate):
+        if takes(self.surrogate, "bounds"):
             bounds = Bounds(self.clip_low, self.clip_high)
         gain = self.surrogate(terms) if bounds is None else self.surrogate(terms, bounds)
         metrics = ratio_metrics(terms, gain, bounds)

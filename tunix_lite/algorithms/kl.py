@@ -21,11 +21,13 @@ def k3_exact(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
     d_RW = jnp.clip(jax.lax.stop_gradient(ref_gap_RW), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value_RW = weight_RW * (jnp.exp(d_RW) - d_RW - 1)
     slope_RW = weight_RW * 0.5 * ref_gap_RW**2
+    # the slope adds its gradient and no value
     return value_RW + slope_RW - jax.lax.stop_gradient(slope_RW)
 
 
 def k3(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
     """exp(d) - d - 1, with its own gradient, which is not that of the KL (the GRPO paper, TRL)."""
+    # one token that the reference finds impossible must not make the loss infinite
     d_RW = jnp.clip(ref_gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.exp(d_RW) - d_RW - 1
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
+from tunix_lite.algorithms.algorithm import refuse, takes
 
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
@@ -124,36 +125,7 @@ class Objective:
     mask_truncated: bool = False
 
     def __post_init__(self):
-        for problem, is_there in self._problems().items():
-            if is_there:
-                raise ValueError(problem)
-        self._check_functions()
-
-        # A setting that changes nothing is a mistake, too.
-        idle: dict[str, str] = {}
-        if not surrogates.takes_bounds(self.surrogate):
-            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
-            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
-        if not self.kl_coef:
-            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
-        if self.agreeing_groups != "replace":
-            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value is not None and not _same(value, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
-
-    @property
-    def is_kl_reward(self) -> bool:
-        """Whether the KL is a part of the reward, and not of the loss."""
-        return self.kl_coef > 0 and self.kl_estimator == kl.IN_REWARD
-
-    def _problems(self) -> dict[str, bool]:
-        """Says what may be wrong with single settings and with several together, and whether it
-        is."""
+        # What may be wrong with single settings, and with several together.
         surrogate = _name_of(self.surrogate)
         has_no_ratio = function_of(self.ratio) is ratios.no_ratio
         is_shaped = self.shaping is not None or self.is_kl_reward
@@ -179,7 +151,7 @@ class Objective:
             listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
             problem = f"{name}={getattr(self, name)!r}; it is {listed}"
             problems[problem] = getattr(self, name) not in choices
-        return problems | {
+        problems |= {
             f"mini_batches={self.mini_batches} must divide {updates}: every update learns from the "
             "next mini-batch, and each is learned from equally often": (
                 self.updates_per_rollout % max(self.mini_batches, 1) > 0
@@ -203,19 +175,42 @@ class Objective:
                 is_shaped and function_of(self.advantages) is adv.max_likelihood
             ),
         }
+        refuse(problems)
+        self._check_functions()
+
+        # A setting that changes nothing is a mistake, too.
+        idle: dict[str, str] = {}
+        if not takes(self.surrogate, "bounds"):
+            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
+            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
+        if not self.kl_coef:
+            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
+        if self.agreeing_groups != "replace":
+            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in idle and value is not None and not _same(value, field.default):
+                raise ValueError(
+                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
+                    "leave it out"
+                )
+
+    @property
+    def is_kl_reward(self) -> bool:
+        """Whether the KL is a part of the reward, and not of the loss."""
+        return self.kl_coef > 0 and self.kl_estimator == kl.IN_REWARD
 
     def _check_functions(self) -> None:
         """Checks that functions take their arguments. Ours raise ValueError for wrong settings."""
+        # the smallest batch that there can be
         mask = np.ones((1, 2), bool)
         rewards = np.array([[0.0, 1.0]])
         whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})
         arguments = {
             "advantages": [rewards],
-            "weighting": [mask, np.zeros(1, int)][
-                : 1 + weighting.takes_prompts(self.weighting)
-            ],
+            "weighting": [mask, np.zeros(1, int)][: 1 + takes(self.weighting, "prompt_B")],
             "ratio": [None, None],
-            "surrogate": [None, None][: 1 + surrogates.takes_bounds(self.surrogate)],
+            "surrogate": [None, None][: 1 + takes(self.surrogate, "bounds")],
             "shaping": [np.array([1, 2])],
             "correction": [np.zeros((1, 2)), mask],
         }
@@ -223,14 +218,15 @@ class Objective:
             function = getattr(self, name)
             if function is None:
                 continue
-            takes_whole = name == "advantages" and adv.takes_whole(function)
-            known = {"whole": whole} if takes_whole else {}
+            sees_all = name == "advantages" and takes(function, "whole")
+            known = {"whole": whole} if sees_all else {}
             try:
                 inspect.signature(function).bind(*values, **known)
             except TypeError as error:
                 raise ValueError(
                     f"{name} is called with {len(values)} arguments and its settings: {error}"
                 ) from error
+            # what others do when they are called is not known
             is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)

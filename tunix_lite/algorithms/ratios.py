@@ -5,14 +5,12 @@ A ratio is chosen by name in YAML (`algorithm.ratio`): (log-ratio of each token 
 log-ratio [R, W]. Arrays are 0 where no token counts.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from tunix_lite.algorithms.sequences import sequence_mean
-from tunix_lite.basics.types import RowBatch, TokenScores
+from tunix_lite.basics.types import RowBatch
 
 # beyond it a ratio is clipped anyway, and exp stays finite
 MAX_LOG_RATIO = 20.0
@@ -46,21 +44,3 @@ class TokenTerms(NamedTuple):
     old_logprobs: jax.Array  # Batch.old_logprobs
     gap: jax.Array  # logprobs - old_logprobs of each token, whatever the ratio is
     batch: RowBatch
-
-
-def token_terms(
-    scores: TokenScores, batch: RowBatch, ratio: Callable[..., jax.Array]
-) -> TokenTerms:
-    """The terms of a batch in rows; 0 at tokens without weight."""
-    counts_RW = batch.loss_weight != 0
-    gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
-    log_ratio_RW = ratio(gap_RW, batch)
-    return TokenTerms(
-        ratio=jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
-        log_ratio=log_ratio_RW,
-        advantages=batch.advantages,
-        logprobs=jnp.where(counts_RW, scores.logprobs, 0.0),
-        old_logprobs=jnp.where(counts_RW, batch.old_logprobs, 0.0),
-        gap=gap_RW,
-        batch=batch,
-    )

@@ -43,15 +43,14 @@ def sequence_mean(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
 
 @jax.custom_vjp
 def _of_runs(x_RW, starts_RW):
-    """Sums each run of columns, at each of its columns; `starts` marks the first of each.
-
-    Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number
-    each time."""
+    """Sums each run of columns, at each of its columns; `starts` marks the first of each."""
 
     def add(earlier, later):
         (sum_before, starts_before), (x, starts) = earlier, later
         return jnp.where(starts, x, sum_before + x), starts_before | starts
 
+    # Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number
+    # each time.
     ends_RW = jnp.roll(starts_RW, -1, axis=1)
     until_RW, _ = jax.lax.associative_scan(add, (x_RW, starts_RW), axis=1)
     after_RW, _ = jax.lax.associative_scan(add, (x_RW, ends_RW), axis=1, reverse=True)

@@ -18,6 +18,7 @@ def overlong(
             f"shaping: length={length} must be at least 1 token, and buffer={buffer} a share of it "
             "above 0, 1 at most"
         )
+    # A penalty that rose all at once would punish a completion for its last token alone.
     free = (1 - buffer) * length
     excess_B = (np.asarray(lengths_B, np.float64) - free) / (buffer * length)
     return -factor * np.clip(excess_B, 0.0, 1.0)

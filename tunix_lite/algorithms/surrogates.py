@@ -6,8 +6,6 @@ for algorithm.clip_low and clip_high. The loss is - sum_t w_t gain_t. rho is the
 advantage, lp the log-probability now, sg a value without gradient.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -48,6 +46,8 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     clipped_RW = bounds.clip(terms.ratio)
     plain_RW = terms.ratio * terms.advantages
     bounded_RW = clipped_RW * terms.advantages
+    # The lower of the two is a pessimist: a step that goes too far gains nothing, and one that must
+    # come back still has its gradient.
     gain_RW = jnp.minimum(plain_RW, bounded_RW)
     limited_RW = plain_RW > bounded_RW
     if dual is None:
@@ -88,6 +88,7 @@ def binary_tv(
     cap: None, or the gain is sg[min(rho, cap)] A lp, as in verl. log_square: weight of - (lp -
     old)^2, on all tokens, as in prime-rl."""
     moved_RW = jnp.exp(terms.logprobs) - jnp.exp(terms.old_logprobs)
+    # it decides where there is a gradient, and has none itself
     moved_RW = jax.lax.stop_gradient(moved_RW)
     is_up_RW = (terms.advantages > 0) & (moved_RW > delta_high)
     is_down_RW = (terms.advantages < 0) & (moved_RW < -delta_low)
@@ -119,11 +120,6 @@ def policy_gradient(terms: TokenTerms) -> Gain:
     return Gain(terms.ratio * terms.advantages)
 
 
-def takes_bounds(surrogate: Callable[..., Gain]) -> bool:
-    """True if the surrogate uses clip_low and clip_high."""
-    return "bounds" in inspect.signature(surrogate).parameters
-
-
 # ---- what is logged of a surrogate
 
 
@@ -138,6 +134,7 @@ def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None) -> Metri
     }
     counts_RW = weight_RW != 0
     ratio_RW = jax.lax.stop_gradient(terms.ratio)
+    # A metric must not become infinite while the loss, which clips too, stays finite.
     bounded_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3_RW = jnp.expm1(bounded_RW) - bounded_RW
     metrics |= {

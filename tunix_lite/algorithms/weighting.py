@@ -4,10 +4,11 @@ The weights are made once, where the whole global batch is in view. Afterwards a
 sum, so that micro-batches, shards and hosts only add up and none of them can change the result.
 """
 
-import inspect
 from collections.abc import Callable
 
 import numpy as np
+
+from tunix_lite.algorithms.algorithm import takes
 
 
 def per_token(completion_mask_BT: np.ndarray) -> np.ndarray:
@@ -43,11 +44,6 @@ def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
     return (completion_mask_BT / (len(completion_mask_BT) * length)).astype(np.float32)
 
 
-def takes_prompts(weighting: Callable[..., np.ndarray]) -> bool:
-    """True if the function needs to know which completions are of one prompt."""
-    return "prompt_B" in inspect.signature(weighting).parameters
-
-
 def weights_of_learned(
     weighting: Callable[..., np.ndarray],
     completion_mask_BT: np.ndarray,
@@ -61,9 +57,11 @@ def weights_of_learned(
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
     its own."""
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
+    # Each mini-batch is an update of its own, so it is weighted by itself.
     for rows in np.split(np.arange(len(learned_B)), num_parts):
         learned = rows[learned_B[rows]]
+        # weightings divide by what there is
         if len(learned):
-            known = {"prompt_B": prompt_B[learned]} if takes_prompts(weighting) else {}
+            known = {"prompt_B": prompt_B[learned]} if takes(weighting, "prompt_B") else {}
             weights_BT[learned] = weighting(completion_mask_BT[learned], **known)
     return weights_BT

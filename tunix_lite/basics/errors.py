@@ -38,6 +38,7 @@ def error_context(where: str, kind: type[ValueError] = ConfigError) -> Iterator[
     except (ConfigError, RunFailed):
         raise
     except ValueError as error:
+        # it is about another process, and no setting is wrong
         if is_of_a_peer(error):
             raise
         raise kind(f"{where}: {error}" if where else str(error)) from error

@@ -63,6 +63,7 @@ def _hint(error: Exception, module: str, name: str) -> str:
     top = module.partition(".")[0]
     near: list[str] = []
     if isinstance(error, ModuleNotFoundError) and error.name == top:
+        # the usual mistake: the file lies beside the person, and not on the path
         here = [file.stem for file in Path().glob("*.py")]
         if top in here:
             return "; Python does not look in this folder: put PYTHONPATH=. before the command"

@@ -64,10 +64,10 @@ class Check:
 def main() -> None:
     # What a run would have of a GPU.
     prepare_gpu()
-    program.run_command("check", Check, check_machine)
+    program.run_command("check", Check, _check_machine)
 
 
-def check_machine(run: RunConfig, settings: Check) -> None:
+def _check_machine(run: RunConfig, settings: Check) -> None:
     """Prints a line for each stage, and ends the process with 1 after the first that fails."""
     # As little of a GPU's memory as can be: another program may be using it.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -129,6 +129,7 @@ def _in_time(name: str, fix: str, seconds: float) -> Iterator[None]:
 
 def _versions() -> str:
     """Python, jax and its plugins, which must be of one version."""
+    # plugins speak to jaxlib, and of another version they fail in odd places
     version = installed_version("jaxlib")
     texts = [f"python {platform.python_version()}", f"jax {installed_version('jax')}"]
     texts.append(f"jaxlib {version}")
@@ -157,9 +158,11 @@ def _devices() -> str:
     devices = jax.devices()
     first = devices[0]
     is_chosen = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms == "cpu"
+    # jax says nothing where its CUDA package is missing, and trains on the CPU
     if first.platform == "cpu" and shutil.which("nvidia-smi") and not is_chosen:
         raise ValueError("jax runs on the CPU, though there is nvidia-smi here")
     limits = [hardware.memory_limit(device) for device in jax.local_devices()]
+    # the least of all machines: it decides what fits
     every = [limit for part in allgather_values(limits) for limit in part]
     room = "" if None in every else f", {min(every) / 2**30:.1f} GiB each for a program"
     return f"{len(devices)} x {device_name(first.device_kind, first.platform)}{room}"
@@ -167,6 +170,7 @@ def _devices() -> str:
 
 def _arithmetic() -> str:
     """Each device multiplies matrices of ones, whose product is known."""
+    # large enough to keep an accelerator busy, and over at once on a CPU
     side = 256 if jax.devices()[0].platform == "cpu" else 4096
     product = jax.jit(lambda x: x @ x)
     seconds = []
@@ -203,6 +207,7 @@ def _shared_folder() -> str:
     if is_first():
         _FOLDER.mkdir(parents=True, exist_ok=True)
         file.write_text("")
+    # nobody looks before the file is there
     allgather_values(0)
     seen = allgather_values(file.exists())
     if is_first():
@@ -229,6 +234,7 @@ def _fastest(run: Callable[[], jax.Array]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
+    # the fastest: others may use the device, too
     return max(min(times), 1e-9)
 
 

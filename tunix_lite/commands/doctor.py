@@ -52,6 +52,7 @@ def doctor(settings: Doctor) -> None:
     with error_context(""):
         folders = [as_path(folder) for folder in settings.folders]
         of_sweep = [] if (folders[0] / "metrics.jsonl").is_file() else runs_in(folders[0])
+        # a folder of a sweep has no metrics of its own, and its runs have
         if len(folders) == 1 and of_sweep:
             folders = of_sweep
         if len(folders) > 1:
@@ -62,6 +63,7 @@ def doctor(settings: Doctor) -> None:
             evidence = read_evidence(folders[0])
             findings = diagnose(evidence)
             print("\n".join(escaped(x, 1000) for x in finding_lines(evidence, findings)))
+            # a run that holds its folder is alive, and was not killed
             page = run_page(folders[0], is_held(folders[0])) if place else None
     if page is None:
         return

@@ -281,15 +281,14 @@ def _score(
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     if is_first():
         program.say(f"{name}, {which}: {count} greedy completions{drawn}")
+    # the samples are the largest rollout, and the cache must hold that
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (
-        task.with_workers(
-            run.rewards, progress.line.say, processes, run.conversation
-        ) as graded_by,
+        task.with_workers(run.rewards, progress.say, processes, run.conversation) as graded_by,
         progress,
     ):
         evaluated = evaluate(

@@ -88,11 +88,12 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
             opened.enter_context(progress)
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
+                # the progress first: it counts what is printed below
                 progress.on_chunk(requests, {})
                 if out is not None:
                     ended.write(_lines(completions, prompts))
                     return
-                with progress.line.hidden():
+                with progress.hidden():
                     for completion in completions:
                         prompt = prompts[completion.prompt]
                         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -175,6 +176,7 @@ def _print_while_sampled(
         patience=SHORT_SECONDS,
     )
     with waiting:
+        # the first piece comes when all is compiled
         texts = [next(pieces)]
     print(escape_for_terminal(texts[0]), end="", flush=True)
     for text in pieces:
@@ -218,6 +220,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
             row = json_of(line)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
+        # a line that is only a text is a prompt, too
         row = row if isinstance(row, dict) else {"prompt": row}
         prompt = row.get("prompt", row.get("messages"))
         is_messages = isinstance(prompt, list) and all(
@@ -227,6 +230,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
             raise ConfigError(
                 f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
             )
+        # a command has no tools to call, and a prompt that names some would be answered by calls
         if row.get("tools") is not None:
             raise ConfigError(f"{where}: has `tools`: serve the model, and send them to it")
         limit = row.get("max_new_tokens", most)

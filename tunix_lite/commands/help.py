@@ -69,6 +69,7 @@ def answered(argv: list[str]) -> bool:
             print(help_on(about, argv))
             return True
         texts = [f"python {sys.version.split()[0]}"]
+        # by their metadata: importing jax takes seconds
         for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
             try:
                 texts.append(f"{name} {version(name)}")
@@ -83,6 +84,7 @@ def _topic(argv: list[str]) -> str | None:
     for i, word in enumerate(argv):
         flag, _, about = word.partition("=")
         if flag in ("--help", "-h"):
+            # the topic may be the next word, or stand behind a sign
             after = argv[i + 1] if i + 1 < len(argv) else ""
             return about or ("" if "=" in after or after.startswith("-") else after)
     return None

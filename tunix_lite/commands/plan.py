@@ -95,11 +95,20 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         check_same_overrides(settings.verify, sys.argv[1:])
     target = f"plan-{settings.target}"
     folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
+    # the folder is made later, below the first one that exists
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    plans = [_with_forecast(plan, lengths) for plan in found.plans]
+    plans = []
+    for plan in found.plans:
+        # What is not compiled, or does not fit, has no forecast, nor has a device that is not in
+        # the table.
+        hardware = plan.machine.hardware
+        if plan.programs and plan.fits is not False and hardware is not None:
+            step = forecast(plan.resolved, plan.programs, lengths, hardware)
+            plan = replace(plan, forecast=step)
+        plans.append(plan)
     found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
@@ -147,6 +156,7 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     started = read_overrides(as_path(folder), []) or []
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
+    # where it wrote, and how it reported, changes no plan
     there = [one for one in started if not one.startswith(_NO_MATTER)]
     if {one for one in here if not one.startswith(_NO_MATTER)} != set(there):
         others = [word for word in words if word not in here]
@@ -258,6 +268,7 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         new = {text.partition("=")[0] for text in overrides}
         kept = [word for word in words if word.partition("=")[0] not in new]
         if "model.mesh_shape" in new:
+            # one mesh is advised, and the command is for that
             kept = [word for word in kept if word != "mesh=all"]
         command = shlex.join(["tunix-lite", "plan", *kept, *overrides])
         return replace(plans, command=command, change=change)
@@ -266,12 +277,3 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         least = f"the least is {peak}, with {' '.join(overrides)}"
     change = f"nothing that was tried fits, and a larger target is needed: {least}"
     return replace(plans, change=change)
-
-
-def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan with a forecast, if it is compiled, may fit, and its devices are in the table."""
-    hardware = plan.machine.hardware
-    if not plan.programs or plan.fits is False or hardware is None:
-        return plan
-    made = forecast(plan.resolved, plan.programs, lengths, hardware)
-    return replace(plan, forecast=made)

@@ -220,6 +220,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
                 f"{key}: the run in checkpoint= determines the model; beside it you can give "
                 f"{allowed}"
             )
+        # what the command line says comes last
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}

@@ -144,6 +144,7 @@ def start(run: RunConfig, folder: Path) -> float | None:
         parts = None
         if sweep is None and _FOUND and _FOUND[0][0] is run:
             parts = _FOUND[0][1]
+        # the next run of a sweep is another one
         _FOUND.clear()
         job = Job(job_start_time(os.environ), resume_hint, parts)
         train(run, folder, job)

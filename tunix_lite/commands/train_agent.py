@@ -33,6 +33,7 @@ def train_agent(
     folder="outputs/mine")."""
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
+    # who called a function cannot type a setting of the command line
     job = Job(resume_hint=f"folder={str(folder)!r}")
     how = {"agent": agent, "reward": reward, "config": config or AgentConfig()}
     return train(run, folder, job, partial(AgentExperience, **how))

@@ -130,6 +130,7 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
         inside = value
     elif isinstance(value, list | tuple):
         inside = dict(enumerate(value))
+    # an object of the user's: its class is code that all hosts must share
     elif value is not None and not isinstance(value, bool | int | float | str):
         yield (
             name,

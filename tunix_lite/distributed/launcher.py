@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif "${now" in (folder or ""):
         no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
     try:
-        code = supervise(process_command(program), group.environments, logs, no_restart)
+        code = _supervise(process_command(program), group.environments, logs, no_restart)
     # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
@@ -227,7 +227,7 @@ class _Failure(NamedTuple):
     code: int
 
 
-def supervise(
+def _supervise(
     command: list[str],
     environments: Callable[[], list[dict]],
     logs: Path,

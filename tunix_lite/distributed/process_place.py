@@ -92,6 +92,7 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace
 
 def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     """By launch.coordinator, launch.num_processes and launch.process_id."""
+    # jax knows the cluster, and would contradict any number given beside it
     if launch.coordinator == ASK_JAX:
         return ProcessPlace(source="launch.coordinator=auto", asks_jax=True)
     given = {f"launch.{name}": getattr(launch, name) for name in IDS}
@@ -156,6 +157,7 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     if count == 1:
         return ProcessPlace(source="srun")
 
+    # the most that a node has: Slurm may fill them unevenly
     num_local = -(-count // _number("SLURM_STEP_NUM_NODES", environ, count))
     local_id = _number("SLURM_LOCALID", environ)
     if not environ.get("MASTER_ADDR"):

@@ -37,6 +37,7 @@ def calculator(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{expression!r} is no arithmetic expression") from error
+    # 6 / 2 reads better as 3, and below 1e15 a float is exact
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return f"{value:.12g}" if isinstance(value, float) else str(value)
@@ -52,6 +53,7 @@ def _value(node: ast.AST) -> int | float:
     if isinstance(node, ast.BinOp) and kind is not None:
         left = _value(node.left)
         right = _value(node.right)
+        # 9**9**9 would fill the memory before anybody could stop it
         is_large = isinstance(left, int) and isinstance(right, int) and kind is operator.pow
         if is_large and left.bit_length() * abs(right) > MOST_BITS:
             raise ValueError("the number is too large")
@@ -101,6 +103,7 @@ class Python:
             why = STOPPED.get(verdict["status"], verdict["status"])
             raise RuntimeError(f"the code {why}")
         if not verdict["is_done"]:
+            # the last line of a traceback says what a model can mend
             why = [*verdict["why"].strip().splitlines()[-1:], "the code did not end by itself"]
             raise RuntimeError(f"{printed}\n{why[0]}".strip())
         return printed or "(the code printed nothing)"

@@ -144,6 +144,7 @@ def read_turn(value: object) -> Turn:
 def _read_observation(value: object, where: str) -> str | list[dict]:
     if isinstance(value, str):
         return _checked_text(value, where)
+    # one message need not stand in a list
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, list | tuple) or not messages:
         raise NotATurn(
@@ -173,6 +174,7 @@ def _checked_text(text: str, where: str) -> str:
             "most"
         )
     try:
+        # half a surrogate pair can be no token
         text.encode()
     except UnicodeEncodeError as error:
         raise NotATurn(

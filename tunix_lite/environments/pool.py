@@ -22,7 +22,6 @@ from tunix_lite.environments.environment import (
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.workers.child import NotANumber, short_repr
 from tunix_lite.workers.pool import Pool, RewardsConfig
-from tunix_lite.workers.process import Outcome
 
 # times that one call is made again because its process was lost by other conversations
 MOST_REPLAYS = 100
@@ -166,34 +165,29 @@ class _Call:
         if at == 0:
             call = {"do": "reset", "id": conversation.number, "example": conversation.example}
         called = conversation.pool.submit(self.completions[at - 1] if at else "", call)
+        # no thread waits for an environment, which may take seconds
         called.add_done_callback(partial(self._answered, at))
         return self.reply
 
     def _answered(self, at: int, called: Future) -> None:
         """Handles an answer, in the thread that feeds the worker."""
-        try:
-            self._take(at, called.result()[NAME])
-        except BaseException as error:
-            # else nobody would ever hear of it
-            with suppress(Exception):
-                self.reply.set_exception(error)
-
-    def _take(self, at: int, outcome: Outcome) -> None:
-        kind, answer = outcome
         conversation = self.conversation
-        if kind:
-            self._fail(kind, answer, at)
-        elif answer is None:
-            # the process is a new one: the conversation begins there again
-            self.replays += 1
-            if self.replays > MOST_REPLAYS:
-                self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
-            else:
-                self.submit(0)
-        else:
-            turn = Turn(**answer["turn"])
-            turn = None if turn.observation is None else turn
-            if at == len(self.completions):
+        try:
+            kind, answer = called.result()[NAME]
+            turn = None
+            if not kind and answer is not None:
+                turn = Turn(**answer["turn"])
+                turn = None if turn.observation is None else turn
+            if kind:
+                self._fail(kind, answer, at)
+            elif answer is None:
+                # the process is a new one: the conversation begins there again
+                self.replays += 1
+                if self.replays > MOST_REPLAYS:
+                    self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
+                else:
+                    self.submit(0)
+            elif at == len(self.completions):
                 conversation.turns.append(turn)
                 conversation.completions = self.completions
                 self.reply.set_result(Reply(turn, seconds=answer["seconds"]))
@@ -207,6 +201,10 @@ class _Call:
                     "it answers must depend on the example and the completions alone,"
                 )
                 self._fail("error", how, at)
+        except BaseException as error:
+            # else nobody would ever hear of it
+            with suppress(Exception):
+                self.reply.set_exception(error)
 
     def _fail(self, kind: str, how: str | None, at: int) -> None:
         settings = self.settings

@@ -87,6 +87,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return mistake(f"a call is JSON of a name and arguments; this is {short_repr(text)}")
     values = []
     try:
+        # models write several calls one after the other, with ; or , between them
         while text:
             value, end = json.JSONDecoder().raw_decode(text)
             values += value if isinstance(value, list) else [value]
@@ -96,6 +97,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     calls = []
     for value in values:
         call = value if isinstance(value, dict) else {}
+        # some models wrap a call as the API does
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = call.get("name")
         keys = [key for key in ARGUMENTS if key in call]
@@ -153,6 +155,7 @@ def _of_node(node: ast.AST | None) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return ToolCall("", problem="a call is name(argument=value), with plain values")
     name = node.func.id
+    # tools are called by name, and the order of arguments is not known
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
     try:

@@ -65,6 +65,7 @@ class ToolEnvironment:
             raise ValueError(
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
+        # made once, which also checks them before the run
         self.schemas = [schema_of(tool) for tool in self.tools]
         self.names = [schema["function"]["name"] for schema in self.schemas]
         if twice := [name for name in self.names if self.names.count(name) > 1]:
@@ -124,6 +125,7 @@ class ToolEnvironment:
             problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
         elif not problem:
             try:
+                # Whatever a tool raises, the model reads it, and may do better in its next turn.
                 text = str(tools[call.name](**call.arguments))
             except Exception as error:
                 problem = f"{type(error).__name__}: {message_of(error)}"
@@ -198,6 +200,7 @@ def _schema_of_type(hint: object, where: str) -> dict:
         kinds = {PLAIN[type(value)] for value in inner}
         kind = {"type": kinds.pop()} if len(kinds) == 1 else {}
         return kind | {"enum": list(inner)}
+    # `X | None` alone: a template has no word for other unions
     if origin in (types.UnionType, Union):
         others = [kind for kind in inner if kind is not type(None)]
         if len(others) == 1 and len(inner) == 2:

@@ -174,6 +174,7 @@ def export(
     # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # mkdtemp makes a folder that only its owner can read.
     partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):
@@ -205,6 +206,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
     named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
     source = model.source
+    # readers end a completion at any of them
     ids = {
         "eos_token_id": list(source.tokenizer.eos_ids),
         "pad_token_id": source.tokenizer.pad_id,
@@ -214,6 +216,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
     else:
         # Random weights, or the text part of a model with images or the like.
+        # what the model's own file says counts more than what its tokenizer says
         ids = {key: original.get(key, value) for key, value in ids.items()}
         if "bos_token_id" in original:
             ids["bos_token_id"] = original["bos_token_id"]
@@ -254,6 +257,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
             on_bytes,
         )
     with error_context("what was written"):
+        # llama.cpp reads the file alone, so it must say all that the model is
         again, _ = families.read_config(file, source.family)
         read = tokenizer.Tokenizer.load(file)
     lost = families.architecture_differences(
@@ -319,6 +323,7 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
         )
         return decoder.logits(params, cfg, hidden)
 
+    # Scores, and not weights, are compared: they are what serving gives.
     own = logits(model.params)
     other = logits(params)
     difference = float(jnp.linalg.norm(own - other) / jnp.linalg.norm(own))
@@ -344,12 +349,14 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
     for name in (*tokenizer.FILES, "generation_config.json"):
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
+    # the folder's own template was copied with the other files
     is_own = template is None or Path(template.where).parent == source.tokenizer.folder
     if not is_own or template.variables:
         (folder / "chat_template.jinja").write_text(template.standalone, encoding="utf-8")
     file = folder / "generation_config.json"
     ids = {"pad_token_id": source.tokenizer.pad_id}
     written = read_object(file) if file.is_file() else ids
+    # others read the ends of a completion here, and a template may write more of them
     named = written.get("eos_token_id")
     if set(named if isinstance(named, list) else [named]) != set(source.tokenizer.eos_ids):
         written["eos_token_id"] = list(source.tokenizer.eos_ids)
@@ -405,39 +412,35 @@ def _describe(
             f"vllm serve {base} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
         )
-    card = _card(about, served.replace(str(out), out.name), out.name)
-    (folder / "README.md").write_text(card)
-    (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
-    return served
 
-
-def _card(about: dict, served: str, name: str) -> str:
-    """The text of README.md, the model card. about: the content of _PROVENANCE."""
+    # The model card.
     what, library = {
         "full": ("All weights", "transformers"),
         "merged": ("Adapters merged into their base", "transformers"),
         "adapter": ("LoRA adapters", "peft"),
         "gguf": ("All weights, with adapters merged if there were any,", "gguf"),
         "gguf_adapter": ("LoRA adapters for llama.cpp", "gguf"),
-    }[about["kind"]]
+    }[kind]
     # The front matter, which the hub reads; a base that is a folder means nothing there.
     lines = ["---", f"library_name: {library}"]
-    if is_hub_name(about["base"]):
-        lines += [f"base_model: {about['base'].partition('@')[0]}"]
-    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
+    if is_hub_name(base):
+        lines += [f"base_model: {base.partition('@')[0]}"]
+    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {out.name}", ""]
 
     # What it is, where it comes from, how good it is, and how to serve it.
-    trained = "trained with" if about["run"] else "exported, without training, by"
-    version = about["versions"]["tunix_lite"]
-    lines += [f"{what} of a model {trained} tunix_lite {version}.", ""]
-    lines += [f"- base: `{about['base']}`"]
-    if about["run"]:
-        lines += [f"- run: `{about['run']}`, step {about['step']}"]
+    trained = "trained with" if run else "exported, without training, by"
+    lines += [f"{what} of a model {trained} tunix_lite {__version__}.", ""]
+    lines += [f"- base: `{base}`"]
+    if run:
+        lines += [f"- run: `{run}`, step {model.step}"]
     if about["lora"]:
-        lora = ", ".join(f"{key} {value}" for key, value in about["lora"].items())
-        lines += [f"- LoRA: {lora}"]
+        settings = ", ".join(f"{key} {value}" for key, value in about["lora"].items())
+        lines += [f"- LoRA: {settings}"]
     lines += [
-        f"- accuracy on held-out prompts, {when} evaluation: {accuracy:.1%}"
-        for when, accuracy in about["accuracy"].items()
+        f"- accuracy on held-out prompts, {when} evaluation: {share:.1%}"
+        for when, share in accuracy.items()
     ]
-    return "\n".join([*lines, "", "```", served, "```", ""])
+    lines += ["", "```", served.replace(str(out), out.name), "```", ""]
+    (folder / "README.md").write_text("\n".join(lines))
+    (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
+    return served

@@ -162,6 +162,7 @@ class LanguageModel:
         """Yields the text of one completion, piece by piece while it is sampled. Raises as
         `generate`."""
         settings = RolloutConfig() if rollout is None else rollout
+        # small chunks, since nobody sees a token before its chunk is over
         settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK)
         text = self.tokenizer.stream()
         num_read = 0

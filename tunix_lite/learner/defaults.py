@@ -31,16 +31,13 @@ def what_trains(has_adapters: bool, num_params: int) -> str:
     return f"{'adapters' if has_adapters else 'all weights'} of a {size} model"
 
 
-def usual_rate(optimizer: Optimizer, trains: str, learns_from: str) -> float:
-    """The learning rate for what trains, a row of RATES. learns_from: one of LEARNS_FROM."""
-    return RATES[trains][LEARNS_FROM.index(learns_from)] * optimizer.TIMES_ADAMW
-
-
 def with_rate(optimizer: Optimizer, trains: str, learns_from: str) -> Optimizer:
-    """The optimizer with a number for learning_rate=auto."""
+    """The optimizer with a number for learning_rate=auto. trains: a row of RATES. learns_from: one
+    of LEARNS_FROM."""
     if optimizer.learning_rate != AUTO:
         return optimizer
-    return replace(optimizer, learning_rate=usual_rate(optimizer, trains, learns_from))
+    rate = RATES[trains][LEARNS_FROM.index(learns_from)] * optimizer.TIMES_ADAMW
+    return replace(optimizer, learning_rate=rate)
 
 
 def precision(setting: str, num_params: int, platform: str) -> str:

@@ -31,6 +31,7 @@ def cut(batch: Tree, parts: int) -> Tree:
     def divide(x: jax.Array) -> jax.Array:
         rows = x.shape[0] // (shards * parts)
         x = x.reshape(shards, parts, rows, *x.shape[1:])
+        # no row may leave its shard: that would be communication in every part
         x = x.swapaxes(0, 1)
         x = x.reshape(parts, shards * rows, *x.shape[3:])
         return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
@@ -60,11 +61,17 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
+    def value_of(x: jax.Array | Max) -> jax.Array:
+        if not _is_max(x):
+            return x
+        return -x.value if x.of_negative else x.value
+
     shards = axis_size("fsdp")
+    num_used = parts if num_used is None else num_used
     if sync_every > 1 and shards > 1:
         # Larger parts, each of which every shard adds up by itself.
         parts = parts // sync_every
-        num_used = None if num_used is None else -(-num_used // sync_every)
+        num_used = -(-num_used // sync_every)
         fn = _sum_per_shard(fn, sync_every, grad_shardings)
 
         def split(x: jax.Array) -> jax.Array:
@@ -74,22 +81,11 @@ def accumulate(
             spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
             return jax.lax.with_sharding_constraint(x, spec)
 
-        batch = jax.tree.map(split, batch)
+        sums = _sum_parts(fn, jax.tree.map(split, batch), num_used, place)
     elif parts > 1:
-        batch = cut(batch, parts)
+        sums = _sum_parts(fn, cut(batch, parts), num_used, place)
     else:
-        return _values_of(place(fn(batch)))
-    return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, place))
-
-
-def _values_of(sums: Sums) -> Sums:
-    """The same with a number for each `Max`."""
-
-    def value_of(x: jax.Array | Max) -> jax.Array:
-        if not _is_max(x):
-            return x
-        return -x.value if x.of_negative else x.value
-
+        sums = place(fn(batch))
     return jax.tree.map(value_of, sums, is_leaf=_is_max)
 
 
@@ -104,6 +100,7 @@ def _sum_parts(
     def start_of(x: jax.Array | Max) -> jax.Array | Max:
         if _is_max(x):
             return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+        # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     def both(x: jax.Array | Max, y: jax.Array | Max) -> jax.Array | Max:
@@ -115,6 +112,7 @@ def _sum_parts(
         return jax.tree.map(both, total, place(fn(part_of(batch, i))), is_leaf=_is_max)
 
     # a traced number of parts: a loop of XLA, and not a scan
+    # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
     start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
     return jax.lax.fori_loop(0, num_parts, add, start)
@@ -140,6 +138,7 @@ def _sum_per_shard(
         with use_rules("train", batch=None):
             return fn(part)
 
+    # vmap over shards keeps their gradients apart, so that nothing is summed over the mesh here
     of_shards = jax.vmap(of_one_shard, spmd_axis_name="fsdp")
 
     def keep_on_shard(x: jax.Array, sharding: NamedSharding) -> jax.Array:

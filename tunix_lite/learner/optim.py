@@ -139,6 +139,7 @@ class AdafactorConfig(LearningRateConfig):
         def rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
             return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
+        # optax takes norms over a stack of layers, as if it were one weight
         clip = _per_layer(
             lambda u, p, dims: u / jnp.maximum(1.0, rms(u, dims) / self.clip_rms), table
         )
@@ -309,6 +310,7 @@ def _make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
     peak = cfg.learning_rate
     if peak == "auto":
         raise ValueError("learning_rate=auto: give a number, or learner.defaults.with_rate")
+    # the peak belongs to an update, the last of the warm-up
     first = max(cfg.warmup_steps, 1) - 1
     rest = max(max_steps - first, 1)
     after = {
@@ -332,6 +334,7 @@ def make_optimizer(
     needs it. rate: the learning rate of each update; None: as the settings have it.
     Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`."""
     scale = cfg.scale(_make_schedule(cfg, max_steps) if rate is None else rate, table)
+    # A chain of one has another state, and 0 would clip everything to nothing.
     if not cfg.max_grad_norm:
         return scale
     return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)
@@ -359,6 +362,7 @@ def _per_layer(
     one that counts layers."""
 
     def update(updates: Params, params: Params) -> Params:
+        # without a table no weight is a stack
         stacks = jax.tree.map(lambda _: False, params)
         if table is not None:
             stacks = jax.tree.map(lambda w: w.is_stacked, table, is_leaf=is_weight)
@@ -386,6 +390,7 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> A
 
     Example: `TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))`.
     """
+    # Moments as large as the weights would not fit on one device first.
     shardings = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
@@ -393,9 +398,10 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> A
 def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state as ShapeDtypeStructs, placed; params: arrays, or shapes with places."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    places = {path: p.sharding.spec for path, p in _by_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    places = {_names(path): p.sharding.spec for path, p in leaves}
 
-    def place(leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+    def place(leaf: _StateLeaf) -> jax.ShapeDtypeStruct:
         spec = jax.sharding.PartitionSpec()
         if leaf.weight is not None:
             # A spec may end before its array's last dims, which are whole then.
@@ -405,11 +411,11 @@ def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params) ->
         return jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype, sharding=sharding)
 
     layout = state_layout(optimizer, params)
-    return jax.tree.map(place, layout, is_leaf=lambda x: isinstance(x, StateLeaf))
+    return jax.tree.map(place, layout, is_leaf=lambda x: isinstance(x, _StateLeaf))
 
 
 @dataclass(frozen=True)
-class StateLeaf:
+class _StateLeaf:
     """An array of the optimizer's state, and the weight that it lies with. Example: the column of
     Adafactor's mean for a weight [L, D, F] has dims (0, 1)."""
 
@@ -421,37 +427,34 @@ class StateLeaf:
 
 
 def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any:
-    """The optimizer's state as StateLeafs; params: arrays, or anything with shape and dtype."""
+    """The leaves of the optimizer's state; params: arrays, or anything with shape and dtype."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    by_path = {path: p.shape for path, p in _by_path(shapes)}
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    by_path = {_names(path): p.shape for path, p in leaves}
     # optax makes small arrays, here and not on a mesh that may not be there
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
         state = jax.eval_shape(optimizer.init, shapes)
 
-    def of(place: tuple, leaf: jax.ShapeDtypeStruct) -> StateLeaf:
+    def of(place: tuple, leaf: jax.ShapeDtypeStruct) -> _StateLeaf:
         names = _names(place)
         suffixes = (names[i:] for i in range(len(names)))
         weight = next((suffix for suffix in suffixes if suffix in by_path), None)
         if weight is None:
-            return StateLeaf(leaf, None)
+            return _StateLeaf(leaf, None)
         # all dims of the weight, or all but one (Adafactor)
         whole = by_path[weight]
         every = tuple(range(len(whole)))
         if leaf.shape == whole:
-            return StateLeaf(leaf, weight, every)
+            return _StateLeaf(leaf, weight, every)
         left_out = [d for d in every if whole[:d] + whole[d + 1 :] == leaf.shape]
         if not left_out:
-            return StateLeaf(leaf, None)
+            return _StateLeaf(leaf, None)
         # Of two dims of one size, optax's row leaves out the last of the largest, its column the
         # other.
         drop = left_out[-1] if "v_row" in names else left_out[0]
-        return StateLeaf(leaf, weight, tuple(d for d in every if d != drop))
+        return _StateLeaf(leaf, weight, tuple(d for d in every if d != drop))
 
     return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _by_path(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    return [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _names(path: tuple) -> tuple[str, ...]:
@@ -466,6 +469,7 @@ def num_updates(opt_state: Any) -> int:
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 
-def learning_rate_at(cfg: LearningRateConfig, max_steps: int, step: int) -> float:
-    """The rate that update number `step` (from 0) used."""
-    return float(np.float32(_make_schedule(cfg, max_steps)(step)))
+def learning_rates(cfg: LearningRateConfig, max_steps: int) -> Callable[[int], float]:
+    """Returns the number of an update, from 0 -> the rate that it uses."""
+    schedule = _make_schedule(cfg, max_steps)
+    return lambda step: float(np.float32(schedule(step)))

@@ -148,6 +148,7 @@ def packed(
     for narrow in shape.prefixes[1:]:
         if all(unit.prefix <= narrow.prefix_columns for unit in units):
             in_narrow = _first_fit_rows(units, narrow)
+            # a narrower row saves nothing where it takes one row more
             if in_narrow[0].max(initial=0) <= places[0].max(initial=0):
                 places = in_narrow
                 shape = narrow
@@ -161,7 +162,19 @@ def packed(
             f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only "
             f"{num_rows}"
         )
-    row_of_unit = _spread_rows(fills, rows_per_part, num_parts, shards)[row_of_unit]
+
+    # Each shard gets as many of the used rows, its first ones: the fullest first, dealt across the
+    # shards of a part, then to the next part. Every other pass goes the other way round, or the
+    # first would always get the fuller row.
+    slot, shard = np.divmod(np.arange(len(fills)), shards)
+    part, nth = np.divmod(slot, rows_per_part)
+    by_shard = np.where((nth + part) % 2, -shard, shard)
+    by_part = np.where(nth % 2, -part, part)
+    turn = np.lexsort((by_shard, by_part, nth))
+    spread = np.zeros(len(fills), int)
+    fullest_first = np.argsort(-fills, kind="stable")
+    spread[fullest_first] = (shard * num_parts * rows_per_part + slot)[turn]
+    row_of_unit = spread[row_of_unit]
 
     arrays, previous_RW = _fill_rows(units, row_of_unit, lanes_of_unit, num_rows, shape)
     if not shape.prefix_columns:
@@ -270,12 +283,14 @@ def _units(tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape) -> I
         return
 
     def prompt_of(one: _Sequence) -> bytes:
+        # by its tokens: of two examples with one text the prompts are shared, too
         return tokens[one.start : one.start + one.prefix].tobytes()
 
     for _, neighbours in itertools.groupby(sequences, prompt_of):
         group = list(neighbours)
         prefix = group[0].prefix
         lengths = _Unit(prefix, group).lengths
+        # lanes first, and then as many in a row as it has
         rows = _first_fit(lengths, np.zeros(0, int), shape.lane_columns) // shape.num_lanes
         for row in range(rows.max() + 1):
             yield _Unit(prefix, [group[i] for i in np.flatnonzero(rows == row)])
@@ -288,6 +303,8 @@ def _first_fit(
     with room for `new`. None: there is no room, and no new place."""
     places = np.zeros(len(lengths), int)
     left = room.tolist()
+    # The longest first: what is left at the end is short, and fits into gaps. A stable order is the
+    # same on every host.
     for i in np.argsort(-np.asarray(lengths, int), kind="stable").tolist():
         place = next((p for p, free in enumerate(left) if free >= lengths[i]), len(left))
         if place == len(left):
@@ -326,23 +343,6 @@ def _first_fit_rows(
         prefixes[row] -= unit.prefix
         np.subtract.at(room[row], lanes[i], lengths)
     return rows, lanes
-
-
-def _spread_rows(
-    fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int
-) -> np.ndarray:
-    """Places the used rows: the fullest first, dealt across the shards of a part, then to the next
-    part. Every other pass goes the other way round, or the first would always get the fuller row.
-    fills: tokens of each used row."""
-    # each shard gets as many, its first rows
-    slot, shard = np.divmod(np.arange(len(fills)), shards)
-    part, nth = np.divmod(slot, rows_per_part)
-    by_shard = np.where((nth + part) % 2, -shard, shard)
-    by_part = np.where(nth % 2, -part, part)
-    turn = np.lexsort((by_shard, by_part, nth))
-    rows = np.zeros(len(fills), int)
-    rows[np.argsort(-fills, kind="stable")] = (shard * num_parts * rows_per_part + slot)[turn]
-    return rows
 
 
 def _fill_rows(
@@ -393,6 +393,7 @@ def _scored(
 ) -> dict[str, np.ndarray]:
     """The [R, M] arrays of Packed; the fullest row decides M."""
     R, W = counts_RW.shape
+    # row by row, as the loss reads them
     counted = np.flatnonzero(counts_RW)
     counted_R = np.bincount(counted // W, minlength=R)
     M = shape.num_scored(int(counted_R.max(initial=0)))

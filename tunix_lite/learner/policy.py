@@ -29,7 +29,7 @@ ROWS = RowLayout()
 
 
 @dataclass(frozen=True)
-class Rescore:
+class _Rescore:
     """A Rescorer. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
@@ -51,7 +51,7 @@ class _FrozenScorer:
     """A Scorer. Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T]."""
 
     params: Params  # on the mesh, never donated
-    rescore: Rescore
+    rescore: _Rescore
 
     def __call__(self, batch: Batch) -> np.ndarray:
         return self.rescore(self.params, batch)
@@ -71,45 +71,38 @@ def on_every_device(
     of_part: Callable[[Params, RowBatch], Any], rows: RowLayout
 ) -> jax.stages.Wrapped:
     """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
-    Every device has all of it, so that every process can read it."""
+    Every device has all of it, so that every process can read it. Parts that hold nothing give
+    zeros."""
+    parts = rows.num_parts
 
-    def score(params: Params, batch: RowBatch) -> Any:
-        scores = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
-        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
-
-    return jax.jit(score)
-
-
-def map_micro_batches(fn: Callable[[RowBatch], Any], batch: RowBatch, parts: int) -> Any:
-    """fn(part) of every micro-batch, a tree of [rows, ...], as arrays of all rows; zeros for parts
-    that hold nothing."""
-    num_used = batch.num_parts
-    batch = batch.per_row
-    if parts == 1:
-        return fn(batch)
-    divided = cut(batch, parts)
-    shards = axis_size("fsdp")
-    like = jax.eval_shape(fn, part_of(divided, 0))
-
-    # parts that hold nothing stay zero
     def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
         start = jnp.zeros((parts, *x.shape), x.dtype)
         return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
 
-    def fill(i: jax.Array, out: Any) -> Any:
-        return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
-
-    # back from parts of shards to rows
     def in_rows(out: jax.Array) -> jax.Array:
-        out = out.reshape(parts, shards, -1, *out.shape[2:])
+        # back from parts of shards
+        out = out.reshape(parts, axis_size("fsdp"), -1, *out.shape[2:])
         out = out.swapaxes(0, 1)
         out = out.reshape(-1, *out.shape[3:])
         return constrain(out, "batch", *["seq"] * (out.ndim - 1))
 
-    # the number of parts that run is traced, so this is a loop of XLA and not a scan
-    start = jax.tree.map(empty, like)
-    out = jax.lax.fori_loop(0, parts if num_used is None else num_used, fill, start)
-    return jax.tree.map(in_rows, out)
+    def score(params: Params, batch: RowBatch) -> Any:
+        fn = partial(of_part, params)
+        divided = batch.per_row if parts == 1 else cut(batch.per_row, parts)
+
+        def fill(i: jax.Array, out: Any) -> Any:
+            return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
+
+        if parts == 1:
+            scores = fn(divided)
+        else:
+            # The number of parts that run is traced, so this is a loop of XLA and not a scan.
+            start = jax.tree.map(empty, jax.eval_shape(fn, part_of(divided, 0)))
+            num_used = parts if batch.num_parts is None else batch.num_parts
+            scores = jax.tree.map(in_rows, jax.lax.fori_loop(0, num_used, fill, start))
+        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
+
+    return jax.jit(score)
 
 
 def make_policy(
@@ -129,9 +122,10 @@ def make_policy(
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
+    # one function for the update and for scorers, so that ratios are 1 where weights are equal
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
-    rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
+    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
     return Policy(generate, scores, frozen, rescore)
 
@@ -153,33 +147,32 @@ def batch_scores(
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
-    before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
-    table_VD = decoder.output_table(params, cfg)
-    found_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    return jax.tree.map(partial(scatter_to_rows, batch=batch), found_RM)
-
-
-def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
-    """The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M]."""
-    # slices: gathers take a CPU twice as long as the head
-    if batch.scored is None:
-        M = batch.is_scored.shape[1]
-        return hidden_RWD[:, -M - 1 : -1], batch.tokens[:, -M:]
-    before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
-    return before_RMD, jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
-
-
-def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, M] or [R, M, K] -> rows: values back at the columns of their tokens, 0 elsewhere."""
     R, W = batch.tokens.shape
-    inner = x_RM.ndim - 2
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    is_scored = batch.is_scored.reshape(*batch.is_scored.shape, *[1] * inner)
-    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
+    M = batch.is_scored.shape[1]
+
+    # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
+    # Unpacked rows take slices: gathers take a CPU twice as long as the head.
     if batch.scored is None:
-        return jnp.pad(x_RM, ((0, 0), (W - x_RM.shape[1], 0), *[(0, 0)] * inner))
-    rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
-    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+        before_RMD = hidden_RWD[:, -M - 1 : -1]
+        targets_RM = batch.tokens[:, -M:]
+    else:
+        before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
+        targets_RM = jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
+
+    def in_rows(x_RM: jax.Array) -> jax.Array:
+        # values back at the columns of their tokens, 0 elsewhere
+        inner = x_RM.ndim - 2
+        # a row may have fewer scored tokens than M; the rest belongs to no token
+        is_scored = batch.is_scored.reshape(R, M, *[1] * inner)
+        x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
+        if batch.scored is None:
+            return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * inner))
+        rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
+        return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+
+    table_VD = decoder.output_table(params, cfg)
+    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    return jax.tree.map(in_rows, scores_RM)
 
 
 def token_logprobs(

@@ -47,7 +47,19 @@ class RowLayout:
         """The batch in rows on the mesh, and where its tokens went. Raises ValueError where a field
         has another shape than tokens, where tokens count outside of the last `num_scored` columns,
         and as packing.packed and packing.unpacked do."""
-        _check_shapes(batch)
+        # Every field and every stream has a value per token; a stream may have a vector.
+        arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+        del arrays["streams"], arrays["constants"]
+        for name, value in batch.streams.items():
+            arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
+        shape = np.shape(batch.tokens)
+        for name, value in arrays.items():
+            if value is not None and np.shape(value) != shape:
+                raise ValueError(
+                    f"batch.{name} has shape {list(np.shape(value))}, and tokens have "
+                    f"{list(shape)}: a batch holds one value per token, [B, T]"
+                )
+
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
             # a sequence a row; a slice finds the scored tokens, in the last columns
@@ -97,6 +109,7 @@ def row_shapes(
     mesh: packed rows as many as could ever be needed. values: the fields of float32 that the batch
     has; streams: the names of its streams."""
     is_packed = layout.packing != "none"
+    # the most that could ever be needed, so that one program serves every batch
     num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
     R = num_rows if is_packed else num_sequences
     W = layout.width if is_packed else length
@@ -138,6 +151,7 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
     names = ("is_scored", "scored", "previous")
     every = []
     for shape in layout.shape.prefixes:
+        # A run compiles them all before its first step, since which one a batch takes is not known.
         narrowed = jax.tree.map(partial(cut, shape.width), rows.per_row)
         narrowed = narrowed.replace(num_parts=rows.num_parts, constants=rows.constants)
         for M in shape.scored_sizes:
@@ -152,19 +166,3 @@ def on_mesh(x: np.ndarray | int) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     return put(x, *("batch", "seq", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
-
-
-def _check_shapes(batch: Batch) -> None:
-    """Raises ValueError unless every field and every stream has a value per token."""
-    shape = np.shape(batch.tokens)
-    arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    del arrays["streams"], arrays["constants"]
-    # a stream may have a vector per token
-    for name, value in batch.streams.items():
-        arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
-    for name, value in arrays.items():
-        if value is not None and np.shape(value) != shape:
-            raise ValueError(
-                f"batch.{name} has shape {list(np.shape(value))}, and tokens have {list(shape)}: a "
-                "batch holds one value per token, [B, T]"
-            )

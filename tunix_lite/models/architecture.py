@@ -36,6 +36,7 @@ class RopeScaling:
     original_positions: int | None = None
 
     def __post_init__(self):
+        # linear has the factor alone, Llama 3 all of them
         rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
         num_given = sum(x is not None for x in rest)
         if num_given not in (0, 3):
@@ -262,11 +263,13 @@ class Architecture:
             if is_number and (value < 0 or (value == 0 and field.default != 0)):
                 raise ValueError(f"{field.name}={value} must be above 0")
             most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
+            # a number from a stranger's file must not become an array that no machine has
             if isinstance(value, int) and value > most:
                 raise ValueError(
                     f"{field.name}={value} is beyond {most:,}, which no model has"
                 )
         num_factors = 0 if self.longrope is None else len(self.longrope.short_factors)
+        # the last layers read the keys of others
         first_reader = max(0, self.num_layers - self.kv_readers)
         with_sources = {*self.kinds[:first_reader]} & {"local", "global"}
         mistakes = {

@@ -77,10 +77,12 @@ def attention_mask(
     """[B, queries, keys] bool: whether a query may see a key. window: in tokens; None: no limit."""
     q = jax.tree.map(lambda x: x[:, :, None], q)
     k = jax.tree.map(lambda x: x[:, None], k)
+    # padding has segment 0, and equals itself
     is_seen = (k.positions <= q.positions) & (q.segments == k.segments) & (k.segments > 0)
     if window is not None:
         is_seen &= q.positions - k.positions < window
     if k.completion_ids is not None:
+        # of a shared prompt all of its completions, and of these each only itself
         is_seen &= (k.completion_ids == 0) | (k.completion_ids == q.completion_ids)
     return is_seen
 
@@ -340,6 +342,7 @@ def _flash_attention(
     mask_BTS: jax.Array,
 ) -> jax.Array:
     """cuDNN's kernel. The mesh divides its rows and heads as it divides those of q."""
+    # one mask for all heads: cuDNN broadcasts it
     mask_BNTS = constrain(mask_BTS[:, None], "batch", "seq", "seq", "seq")
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask_BNTS, scale=scale, implementation="cudnn"
@@ -450,6 +453,7 @@ def _splash_kernel(
         head_mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
     else:
         head_mask = kernels.CausalMask((T, T))
+    # the largest that divides the row: a kernel takes no rest
     block = next(size for size in (512, 256, LANES) if T % size == 0)
     kernel = kernels.make_splash_mha(
         kernels.MultiHeadMask([head_mask] * (N // parts_of("heads"))),
@@ -555,6 +559,7 @@ def obstacle(
             % LANES,
             f"it takes heads in multiples of {LANES}, and head_dim is {H}": H % LANES,
         }
+    # the first of them is enough to say
     for reason, is_so in reasons.items():
         if is_so:
             return ValueError(reason)

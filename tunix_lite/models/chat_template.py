@@ -60,6 +60,7 @@ class ChatTemplate:
                 f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
                 "characters"
             )
+        # ours are known, and need no process to be tried in
         if text in _ours():
             return cls(text, where, compile_template(text))
         try:
@@ -81,6 +82,7 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template in {self.where} {_in_a_line(error)}"
             ) from error
+        # what we give ourselves, nobody sets
         names = [one for one in names if one not in _GIVEN and not one.endswith("_token")]
         for name in variables:
             if name not in names:
@@ -161,6 +163,7 @@ def as_template_reads(message: dict) -> dict:
     names = [name for name in REASONING if name in message]
     if not names:
         return message
+    # templates differ in the name, and a conversation may come from another model
     reasoning = message[names[0]]
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -171,6 +174,7 @@ def with_read_arguments(call: object) -> dict:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a call has a function with a name; this is {shown(call)}")
+    # a call without arguments is one without
     if "arguments" not in function:
         return dict(call)
     arguments = function["arguments"]

@@ -64,6 +64,7 @@ def weights(cfg: Architecture) -> dict:
         layers[stack] = {
             name: stacked(w, count) for name, w in layer_weights(cfg, kind).items()
         }
+    # where all layers are of one shape, their stack has no name of its own
     model["layers"] = layers.get(None, layers)
     if P := cfg.per_layer_dim:
         L = cfg.num_layers
@@ -130,6 +131,7 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
         layer["per_layer_out"] = Weight((P, D), ("per_layer", "embed"))
         layer["per_layer_norm"] = _norm_weight(cfg, D)
     if cfg.layer_scalar:
+        # exact: it is part of the architecture, and no update may round it
         layer["layer_scalar"] = Weight((1,), ("norm",), ones, inputs=0, is_exact=True)
     return layer
 
@@ -182,6 +184,7 @@ def copy_to_score(
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
+    # norms stay in float32, as in training
     dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
     return jax.tree.map(copy, params, dtypes)
 
@@ -251,6 +254,7 @@ def forward(
     if cfg.per_layer_dim:
         w = dict(params["per_layer"])
         one = weights(cfg)["per_layer"]["project"]
+        # the others are tables and norms, which are read as they are
         w["project"] = for_compute(w["project"], one, dtype, reduce_dtype)
         per_layer_LBTP = per_layer_inputs(w, cfg, tokens_BT, x_BTD)
     x_BTD = constrain(x_BTD, *_RESIDUAL)
@@ -260,7 +264,7 @@ def forward(
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
         of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
-        layers = by_stack(params["layers"], cfg)
+        layers = _by_stack(params["layers"], cfg)
         keys_and_values = {}
         for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
             x_BTD, keys_and_values[i] = of_layer(kind, i in cfg.sources.values())(
@@ -272,7 +276,7 @@ def forward(
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
 
-def by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
+def _by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
     """The weights of the layers of each stack, one layer after the other."""
 
     def of_stack(tree: Params, count: int) -> Iterator[Params]:
@@ -378,6 +382,7 @@ def _scan_periods(
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
         first = Counter()
         for stack, neighbours in itertools.groupby(part):
+            # neighbours of one stack run in one loop, and so compile once
             stop = first[stack] + len(list(neighbours))
             arrays = jax.tree.map(
                 lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
@@ -468,6 +473,7 @@ def forward_by_layer(
     per_layer_LBTP = None
     if cfg.per_layer_dim:
         per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
+    # no loop over layers: each has a cache of its own, and may be of another shape
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
@@ -532,6 +538,7 @@ def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Array, None]:
     table_VD, tokens_BT = residuals
+    # A frequent token has thousands of summands, which bfloat16 would lose.
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
     gradient_VD = zeros_VD.at[tokens_BT].add(cotangent_BTD.astype(zeros_VD.dtype))
     return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None
@@ -556,6 +563,7 @@ def logits(
     product = partial(
         jnp.einsum, "...d,vd->...v", preferred_element_type=at_least_float32(hidden.dtype)
     )
+    # one token of each sequence: with so few rows a CPU is faster with the matrix first
     if hidden.ndim == 2 and not is_rounded(hidden.dtype):
         uncapped = jax.lax.platform_dependent(
             hidden,
@@ -741,6 +749,7 @@ def norm(
     normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
     if scale is None:
         return stored(normed, x.dtype)
+    # as Gemma computes it: 1 + scale would be rounded in bfloat16
     scale = scale.astype(x_wide.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 

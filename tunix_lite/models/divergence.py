@@ -48,6 +48,7 @@ class Kind:
             return value, value + p
         of_teacher = teacher + jnp.log(self.mix)
         of_student = student + jnp.log1p(-self.mix)
+        # as logarithms: a probability of 1e-50 is 0 in float32
         mixture = jnp.logaddexp(of_teacher, of_student)
         slope = jnp.exp(of_student) * (student - mixture)
         return jnp.exp(of_teacher) * (teacher - mixture) + slope, slope

@@ -26,6 +26,8 @@ from tunix_lite.models.decoder import layer_weights, stacks
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
 
+# Entry of the list of layers in config.json -> kind of a layer. Where there is no list, the second
+# kind is that of every nth layer.
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 ROTATIONS = {1: "global", 0: "unrotated"}
 HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
@@ -149,28 +151,6 @@ def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str
     return [kinds[t] for t in types]
 
 
-def _hybrid(hf: dict) -> list[str]:
-    """The kind of every layer of Qwen 3.5: of `layer_types`, else every nth has attention."""
-    every = _number(hf.get("full_attention_interval", 4), "full_attention_interval", int)
-    if every < 1:
-        raise ValueError(f"full_attention_interval={every}; it is 1 or more")
-    count = hf["num_hidden_layers"]
-    by_interval = ["delta" if i % every else "global" for i in range(1, count + 1)]
-    return _listed(hf, HYBRID_KINDS) or by_interval
-
-
-def _unrotated_by_list(hf: dict) -> list[str]:
-    """The kind of every layer of SmolLM 3: of `no_rope_layers`, else every nth is unrotated."""
-    if "local" in (_listed(hf) or []):
-        raise ValueError("layer_types: sliding_attention is not supported in this family")
-    every = _number(hf.get("no_rope_layer_interval", 4), "no_rope_layer_interval", int)
-    if every < 1:
-        raise ValueError(f"no_rope_layer_interval={every}; it is 1 or more")
-    count = hf["num_hidden_layers"]
-    by_interval = [ROTATIONS[int(i % every != 0)] for i in range(1, count + 1)]
-    return _listed(hf, ROTATIONS, "no_rope_layers") or by_interval
-
-
 def _all_local(hf: dict) -> list[str]:
     """The kind of every layer of Mistral: local, if there is a window that hides a token."""
     window = hf["sliding_window"]
@@ -178,17 +158,32 @@ def _all_local(hf: dict) -> list[str]:
     return ["local" if is_local else "global"] * hf["num_hidden_layers"]
 
 
-def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """Like `_local_by_list`, but without a list every nth layer, or every
-    `sliding_window_pattern`th."""
+def _every_nth(
+    n: int,
+    *intervals: str,
+    types: dict = KINDS,
+    listed: str = "layer_types",
+) -> Callable[[dict], list[str]]:
+    """The kind of every layer: of the list `listed`; without it every nth layer is of the last of
+    `types`. intervals: the keys of config.json that say n, if it has one."""
+    others, nth = types.values()
 
     def kinds(hf: dict) -> list[str]:
-        pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
-        every = _number(pattern, "sliding_window_pattern", int)
+        if listed != "layer_types" and "local" in (_listed(hf) or []):
+            raise ValueError("layer_types: sliding_attention is not supported in this family")
+        key = next((key for key in intervals if hf.get(key) is not None), None)
+        every = n if key is None else _number(hf[key], key, int)
+        if every < 1:
+            raise ValueError(f"{key}={every}; it is 1 or more")
         count = hf["num_hidden_layers"]
-        return _listed(hf) or ["local" if i % every else "global" for i in range(1, count + 1)]
+        by_interval = [others if i % every else nth for i in range(1, count + 1)]
+        return _listed(hf, types, listed) or by_interval
 
     return kinds
+
+
+# Gemma and Olmo: these keys say n, where they are there.
+_NTH_GLOBAL = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def _gemma4_keys(hf: dict) -> dict:
@@ -197,7 +192,7 @@ def _gemma4_keys(hf: dict) -> dict:
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
-    kinds = _every_nth_global(6)(hf)
+    kinds = _every_nth(6, *_NTH_GLOBAL)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
         raise ValueError("layer_types: the last layer must be full_attention")
     # transformers takes the last one as global.
@@ -316,7 +311,7 @@ GEMMA2 = Family(
     },
     fixed=_GELU | {"use_bidirectional_attention": False},
     absent=_UNTIED | {"tie_word_embeddings": True},
-    kinds=_every_nth_global(2),
+    kinds=_every_nth(2, *_NTH_GLOBAL),
 )
 # The config.json of published models may have only values that differ from these.
 _OF_GEMMA = {
@@ -348,7 +343,7 @@ GEMMA3 = Family(
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     },
-    kinds=_every_nth_global(6),
+    kinds=_every_nth(6, *_NTH_GLOBAL),
     rope_by_kind=True,
     wrapper="gemma3",
     prefixes=("language_model.model.", "model.language_model."),
@@ -409,7 +404,7 @@ GEMMA4 = Family(
         "final_logit_softcapping": None,
         "rope_parameters": _ROPE_OF_GEMMA4,
     },
-    kinds=_every_nth_global(6),
+    kinds=_every_nth(6, *_NTH_GLOBAL),
     respelled=_gemma4_keys,
     rope_by_kind=True,
     wrapper="gemma4",
@@ -478,7 +473,7 @@ QWEN3_5 = Family(
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
-    kinds=_hybrid,
+    kinds=_every_nth(4, "full_attention_interval", types=HYBRID_KINDS),
     types=HYBRID_KINDS,
     wrapper="qwen3_5",
     prefixes=GEMMA4.prefixes,
@@ -544,7 +539,7 @@ OLMO3 = replace(
     names=_but(NAMES | POST_NORMS | QK_NORMS, "attn_norm", "mlp_norm"),
     fixed=QWEN3.fixed,
     absent=_UNTIED | {"rope_theta": 500_000.0, "sliding_window": 4096},
-    kinds=_every_nth_global(4),
+    kinds=_every_nth(4, *_NTH_GLOBAL),
     has_windows=True,
     rope_by_kind=True,
     ropes=("default", "yarn"),
@@ -557,7 +552,7 @@ SMOLLM3 = replace(
     flags=_but(LLAMA.flags, "pattern"),
     fixed=LLAMA.fixed | {"use_sliding_window": False},
     absent={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
-    kinds=_unrotated_by_list,
+    kinds=_every_nth(4, "no_rope_layer_interval", types=ROTATIONS, listed="no_rope_layers"),
     has_windows=True,
     types=ROTATIONS,
     kinds_key="no_rope_layers",
@@ -637,21 +632,18 @@ def read_config(
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {_in_keys(str(error), named_family)}") from error
-
-
-def _in_keys(message: str, family: Family) -> str:
-    """A message of Architecture with the keys of config.json in place of its fields."""
-    share = "partial_rotary_factor"
-    keys = family.keys | {"rope_share": share, "global_rope_share": share}
-    keys |= {"pattern": family.kinds_key, "window": "sliding_window"}
-    keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
-    names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
-    fields_in_text = rf"\b({names})\b(?==| is not given)"
-    message = re.sub(fields_in_text, lambda field: keys[field[1]], message)
-    # Fields of rope objects are no words of other messages.
-    names = "|".join(ROPE_KEYS)
-    return re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
+        # A message of Architecture, with the keys of config.json in place of its fields.
+        share = "partial_rotary_factor"
+        keys = named_family.keys | {"rope_share": share, "global_rope_share": share}
+        keys |= {"pattern": named_family.kinds_key, "window": "sliding_window"}
+        keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
+        names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
+        fields_in_text = rf"\b({names})\b(?==| is not given)"
+        message = re.sub(fields_in_text, lambda field: keys[field[1]], str(error))
+        # Fields of rope objects are no words of other messages.
+        names = "|".join(ROPE_KEYS)
+        message = re.sub(rf"\b({names})\b", lambda field: ROPE_KEYS[field[1]], message)
+        raise ValueError(f"{file}: {message}") from error
 
 
 def _config_from(hf: dict, family: Family) -> Architecture:
@@ -674,6 +666,7 @@ def _config_from(hf: dict, family: Family) -> Architecture:
 
     # Keys that are missing, and sizes that later ones are derived from.
     config = hf
+    # transformers leaves out what has its default there
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
@@ -785,6 +778,7 @@ def _one_rope(
     # Programs that read config.json do not agree on which one counts.
     if "full_attention" in newer:
         newer = _object(newer[kind], f"rope_parameters.{kind}")
+    # both spellings may stand in one file, the newer for transformers, the older for other programs
     older = {"rope_theta": config.get(theta_key), **scaling}
     newer, older = (
         {
@@ -878,6 +872,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
                 f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}"
             )
     expected = set(family.names)
+    # an optional weight may be missing, an unknown one would be lost in the file
     names = set()
     for stack, (kind, _) in stacks(cfg).items():
         own = {name: f"{stack}/{name}" for name in layer_weights(cfg, kind)}
@@ -905,6 +900,7 @@ def as_computed(cfg: Architecture) -> Architecture:
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
         unused |= {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    # a size that is written out and equals the other is no difference
     heads, head_dim = cfg.kv_shape("global")
     unused["global_kv_heads"] = None if heads == cfg.num_kv_heads else heads
     unused["global_head_dim"] = None if head_dim == cfg.head_dim else head_dim

@@ -175,7 +175,12 @@ def _rows(
     q, k, v = _convolved(taps, conv_KCt, net)
     u = None
     if T == 1 and state is not None:
-        out, memory = _one_token(q, k, v, rows, memory)
+        # One token of each row, by the recurrence.
+        q, k, v = (x[:, 0] for x in (q, k, v))
+        memory = memory * jnp.exp(rows.log_decay[:, 0])[..., None, None]
+        error = v - _einsum("bvdh,bvd->bvh", memory, k)
+        memory = memory + k[..., None] * (rows.beta[:, 0, :, None] * error)[..., None, :]
+        out = _einsum("bvdh,bvd->bvh", memory, q)[:, None]
     else:
         out, memory, u = _delta_rule(q, k, v, rows, memory)
 
@@ -239,6 +244,7 @@ def _taps(
     taps = []
     for back in range(net.taps):
         here = slice(ahead - back, ahead - back + T)
+        # a convolution must not reach into the sequence before, which stands in the same row
         is_own = numbers[:, here] == numbers[:, ahead:]
         taps.append((extended[:, here], is_own[..., None, None]))
     return taps
@@ -259,17 +265,6 @@ def _convolved(
 
     v = v.reshape(*v.shape[:2], net.num_value_heads, net.value_dim)
     return of_length_1(q) * net.key_dim**-0.5, of_length_1(k), v
-
-
-def _one_token(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, memory: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """o and S after one token of each row, by the recurrence."""
-    q, k, v = (x[:, 0] for x in (q, k, v))
-    memory = memory * jnp.exp(rows.log_decay[:, 0])[..., None, None]
-    error = v - _einsum("bvdh,bvd->bvh", memory, k)
-    memory = memory + k[..., None] * (rows.beta[:, 0, :, None] * error)[..., None, :]
-    return _einsum("bvdh,bvd->bvh", memory, q)[:, None], memory
 
 
 def _delta_rule(

@@ -76,6 +76,7 @@ class GgufFile:
         value = self.values.get(key, default)
         if value is _MISSING:
             raise ValueError(f"{self.path}: {key} is missing")
+        # a default may be of any type
         if key not in self.values:
             return value
         is_right = type(value) is kind
@@ -100,6 +101,7 @@ class GgufFile:
         about = self.values.get(key)
         if about is None:
             raise ValueError(f"{self.path}: {key} is missing")
+        # Lists are read when somebody asks: those of a vocabulary are long.
         letter = _FORMATS.get(about.kind, "s") if isinstance(about, _Array) else ""
         if (
             not letter
@@ -162,6 +164,7 @@ def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
         if size < 24:
             raise ValueError(f"{path} is no GGUF file: it has {size} bytes")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            # a damaged count must not read on through gigabytes of weights
             cursor = _Cursor(path, content, min(len(content), _MOST_HEADER))
             if cursor.take(4, "its first bytes") != b"GGUF":
                 raise ValueError(f"{path} is no GGUF file: it does not begin with GGUF")
@@ -184,6 +187,7 @@ def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
                 raise ValueError(
                     f"{path}: general.alignment is {shown(alignment)}; expected is a multiple of 8"
                 )
+            # offsets count from here
             begin = -(-cursor.at // alignment) * alignment
             tensors = _checked_tensors(path, places, begin, len(content), alignment)
     return GgufFile(path, values, tensors)
@@ -220,6 +224,7 @@ def _checked_tensors(
                 f"{size:,}: it is damaged or cut short"
             )
         tensors[name] = tensor
+    # of two that overlap, one would be read as the other
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for one, other in itertools.pairwise(in_order):
         if one.offset + one.num_bytes > other.offset:

@@ -134,6 +134,8 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int, theta: float) -> dic
             f"{file.path}: {name}.rope.scaling.type={shown(kind)} is not supported; supported is "
             "none or linear"
         )
+    # llama.cpp keeps the divisors, and not the settings that they come from: the known settings are
+    # tried.
     tensor = file.tensors.get(ROPE_DIVISORS)
     if tensor is None:
         return {}
@@ -175,6 +177,7 @@ def _token_ids(file: GgufFile) -> dict[str, Any]:
 
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
     """The special tokens by name, and the chat template."""
+    # the format has numbers where others have texts
     tokens = file.array("tokenizer.ggml.tokens", str)
     config = {}
     for name, key in SPECIAL.items():

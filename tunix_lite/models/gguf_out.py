@@ -97,6 +97,7 @@ def save_gguf(
     if divisors is not None:
         writer.write_tensor_data(divisors)
 
+    # one tensor at a time: the whole model in float32 would not fit beside itself
     tensor = hf.tensors_of(params, cfg, family)
     num_written = 0
     for hf_name, shape in shapes.items():
@@ -128,6 +129,7 @@ def save_gguf_adapter(
     metadata = {"general.type": "adapter", "general.name": name, "adapter.type": "lora"}
     for key, value in metadata.items():
         writer.add_string(key, value)
+    # llama.cpp divides it by the rank, as PEFT does
     writer.add_float32("adapter.lora.alpha", alpha)
     for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
         value = tensors[own]
@@ -189,6 +191,7 @@ def _config(cfg: Architecture, family: Family) -> dict[str, Any]:
     keys = gguf_metadata.KEYS | gguf_metadata.OPTIONAL_KEYS
     if family.name in gguf_metadata.LAYERS_OF_27B:
         keys |= gguf_metadata.GEMMA_KEYS
+        # llama.cpp takes every nth layer as global, and no list
         by_key["sliding_window_pattern"] = first_global + 1
         by_key["rope_local_base_freq"] = cfg.rope_theta_local
     values = {own: kind(by_key[key]) for key, (own, kind) in keys.items() if by_key.get(key)}
@@ -220,7 +223,19 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         raise ValueError(f"{where} has no tokens for bytes; llama.cpp needs them")
     values = {"model": "gpt2" if is_of_bytes else "llama", "pre": "default"}
     if is_of_bytes:
-        values["pre"] = _pre(steps, where)
+        # The name that llama.cpp has for how a text is cut.
+        cut = GPT2
+        for step in steps:
+            if step["type"] == "Digits" and step["individual_digits"]:
+                cut = DIGITS
+            elif step["type"] == "Split" and "Regex" in step["pattern"]:
+                cut = step["pattern"]["Regex"]
+            elif step["type"] != "ByteLevel" or step["add_prefix_space"]:
+                cut = None
+        known = [name for name, pattern in PATTERNS.items() if pattern == cut]
+        if not known:
+            raise ValueError(f"{where} cuts texts in a way that llama.cpp has no name for")
+        values["pre"] = known[0]
 
     # Each row of the embedding needs a token.
     tokens = {i: text for text, i in tokenizer.vocabulary.items()}
@@ -274,19 +289,3 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if tokenizer.template is not None:
         metadata["tokenizer.chat_template"] = tokenizer.template.standalone
     return metadata
-
-
-def _pre(steps: list[dict], where: str) -> str:
-    """The name that llama.cpp has for how a text is cut. Raises ValueError if it has none."""
-    cut = GPT2
-    for step in steps:
-        if step["type"] == "Digits" and step["individual_digits"]:
-            cut = DIGITS
-        elif step["type"] == "Split" and "Regex" in step["pattern"]:
-            cut = step["pattern"]["Regex"]
-        elif step["type"] != "ByteLevel" or step["add_prefix_space"]:
-            cut = None
-    for name, pattern in PATTERNS.items():
-        if pattern == cut:
-            return name
-    raise ValueError(f"{where} cuts texts in a way that llama.cpp has no name for")

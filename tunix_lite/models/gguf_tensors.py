@@ -117,6 +117,7 @@ class GgufTensors:
         if tensor.type in PLAIN:
             return tensor.type
         try:
+            # tried on one block: the package has names of more types than it can read
             self._dequantised(np.zeros((1, tensor.block_bytes), np.uint8), tensor)
         except NotImplementedError:
             return tensor.type

@@ -211,6 +211,7 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
         for i, name in enumerate(hf_names(path, cfg, family)):
+            # parts come in the order of the table, which is that of the rows on disk
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
             rows = slice(first, first + hf_shape(one)[0])
@@ -235,6 +236,7 @@ def hf_shape(weight: Weight) -> tuple[int, ...]:
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
+        # heads are a dim of their own here, and rows on disk
         num_outputs = int(np.prod(weight.shape[weight.inputs :]))
         num_inputs = int(np.prod(weight.shape[: weight.inputs]))
         return num_outputs, num_inputs
@@ -277,6 +279,7 @@ def _read_slice(
             pieces.append(_read_slice(tensors, name, one, index, first_row))
             first_row += weight.shape[heads] * width
         return np.concatenate(pieces, axis=dim)
+    # each device asks for its own part, so that none is read that is not needed
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
     shape = [stop - start for start, stop in bounds]
 
@@ -355,6 +358,7 @@ def misfits(
             if dtype not in DTYPES and name in wanted
         ],
     }
+    # a wrong config.json has hundreds of them, and the first few say what is wrong
     more = sum(max(0, len(texts) - SHOWN) for texts in problems.values())
     named = [f"{kind}: {text}" for kind, texts in problems.items() for text in texts[:SHOWN]]
     return "; ".join([*named, f"and {more} more"] if more else named)
@@ -424,6 +428,7 @@ def _piece(
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
+        # devices that hold the same part ask for it one after the other
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
@@ -448,6 +453,7 @@ def _check_copy(
 ) -> None:
     """Raises ValueError if this slice of the two tensors, [V, D], differs."""
     first, last, _ = index[0].indices(shape[0])
+    # a table in float32 twice might not fit beside what is loaded
     num_rows = max(1, AT_ONCE // (8 * shape[1]))
     for start in range(first, last, num_rows):
         rows = (slice(start, min(start + num_rows, last)), index[1])
@@ -516,6 +522,7 @@ def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
     def place(name: str) -> tuple[int, int]:
         parts = name.split(".")
+        # by number: as text, layer 10 would stand before layer 2
         if parts[1] == "layers":
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
@@ -562,6 +569,7 @@ def write_shards(
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
+        # a tensor larger than the limit has a file of its own
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
@@ -577,6 +585,7 @@ def write_shards(
         if on_bytes is not None:
             on_bytes(num_written, sum(sizes.values()))
     if len(shards) > 1:
+        # readers want an index only where there are several files
         index = {"metadata": {"total_size": sum(sizes.values())}}
         index["weight_map"] = {
             name: file for file, names in zip(files, shards) for name in names

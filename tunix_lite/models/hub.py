@@ -154,6 +154,7 @@ def _has_weights(folder: Path) -> bool:
         indexed = read_object(index).get("weight_map")
         if not isinstance(indexed, dict):
             raise ValueError(f"{index} is not an index of tensors: it has no weight_map")
+        # a download that was cut short has the index and some of its files
         shards = set(indexed.values())
         return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
     is_there = (folder / "config.json").is_file()

@@ -93,6 +93,7 @@ def _uniform_fan_in(inputs: int) -> Initializer:
         shape: tuple[int, ...],
         dtype: DTypeLike,
     ) -> jax.Array:
+        # the shape of one layer: a stack is made layer by layer
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -139,8 +140,10 @@ def attach(
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         keys_LB = None
         if keys is not None:
+            # each weight drops other inputs
             keys_LB = fold(keys, i)
             if path.startswith("layers/"):
+                # and each layer
                 keys_LB = jax.vmap(fold, in_axes=(None, 0))(keys_LB, jnp.arange(a.shape[0]))
         leaves[path] = Lora(leaves[path], a, b, keys_LB, lora.scale, lora.dropout)
     return traverse_util.unflatten_dict(leaves, sep="/")

@@ -63,6 +63,7 @@ def read_adapter_config(
             )
     rank, alpha = _rank_and_alpha(folder)
     try:
+        # shapes alone: nothing is read before all is right
         header = hf.header(folder / TENSORS)
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
@@ -73,6 +74,7 @@ def read_adapter_config(
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
+    # What has adapters is what the tensors say: target_modules may be expressions.
     present = {module_of(name) for name in entries}
     paths = []
     table = flatten(decoder.weights(cfg))
@@ -178,12 +180,14 @@ def from_tensors(
     of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
     for name, parts in hf.hf_parts(cfg, family).items():
         for part in (part for part in parts if f"{part.path}/a" in pairs):
+            # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
             for side, rows in (("a", slice(None)), ("b", part.rows)):
                 path = f"{part.path}/{side}"
                 tensor = np.asarray(tensors[_side(name, side)][rows], np.float32)
                 of_layers[path].append(hf.from_hf(tensor, unstacked(pairs[path])))
     loaded = {}
     for path, weight in pairs.items():
+        # parts come layer by layer
         value = np.stack(of_layers[path]) if weight.is_stacked else of_layers[path][0]
         loaded[path] = put(value, *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")
@@ -208,6 +212,7 @@ def to_tensors(
     rank = most * lora.rank
     tensors = {}
     for name, (own, num_outputs) in adapted.items():
+        # zeros where a weight has no adapter: they add nothing
         a = np.zeros((rank, hf.hf_shape(own[0].weight)[1]), np.float32)
         b = np.zeros((num_outputs, rank), np.float32)
         for i, part in enumerate(own):

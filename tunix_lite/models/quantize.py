@@ -40,35 +40,32 @@ BLOCKS = {"int8": 128, "nf4": 64}
 def stored_table(table: Table, storage: str) -> Table:
     """The table of a frozen base kept as `storage`: fp32, bf16, int8 or nf4. Raises ValueError for
     a weight that nf4 cannot pack."""
-    return jax.tree.map(lambda w: _stored(w, storage), table, is_leaf=is_weight)
 
+    def stored(w: Weight) -> Leaf:
+        if w.is_exact:
+            return w
+        if not w.inputs or storage not in BLOCKS:
+            return replace(w, dtype=STORAGE[storage])
 
-def _stored(w: Weight, storage: str) -> Leaf:
-    if w.is_exact:
-        return w
-    if not w.inputs or storage not in BLOCKS:
-        return replace(w, dtype=STORAGE[storage])
+        # One scale for each block of the last input dim: the largest power of two that divides it.
+        dim = w.inputs - 1 + w.is_stacked
+        block = min(w.shape[dim] & -w.shape[dim], BLOCKS[storage])
+        shape = (*w.shape[:dim], w.shape[dim] // block, *w.shape[dim + 1 :])
+        axes = scales_axes(w)
+        scales = replace(w, shape=shape, axes=axes, init=zeros, inputs=0, dtype=jnp.float32)
 
-    # One scale for each block of the last input dim: the largest power of two that divides it.
-    dim = w.inputs - 1 + w.is_stacked
-    block = min(w.shape[dim] & -w.shape[dim], BLOCKS[storage])
-    scales = replace(
-        w,
-        shape=(*w.shape[:dim], w.shape[dim] // block, *w.shape[dim + 1 :]),
-        axes=scales_axes(w),
-        init=zeros,
-        inputs=0,
-        dtype=jnp.float32,
-    )
+        # The codes.
+        if storage == "int8":
+            return Int8(replace(w, dtype=jnp.int8), scales)
+        if w.shape[-1] % 2:
+            raise ValueError(
+                f"{w.axes[-1]}={w.shape[-1]} is odd, and nf4 packs pairs; model.lora.base could be "
+                "int8"
+            )
+        pairs = (*w.shape[:-1], w.shape[-1] // 2)
+        return Nf4(replace(w, shape=pairs, dtype=jnp.uint8), scales)
 
-    # The codes.
-    if storage == "int8":
-        return Int8(replace(w, dtype=jnp.int8), scales)
-    if w.shape[-1] % 2:
-        raise ValueError(
-            f"{w.axes[-1]}={w.shape[-1]} is odd, and nf4 packs pairs; model.lora.base could be int8"
-        )
-    return Nf4(replace(w, shape=(*w.shape[:-1], w.shape[-1] // 2), dtype=jnp.uint8), scales)
+    return jax.tree.map(stored, table, is_leaf=is_weight)
 
 
 def init_stored(
@@ -88,6 +85,7 @@ def init_stored(
     ) -> Leaf:
         if not is_quantized(leaf):
             return value.astype(leaf.dtype)
+        # scales are of one layer's weight, so a stack is packed layer by layer
         like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
         one = partial(quantize, like=like, inputs=w.inputs)
         return jax.vmap(one)(value) if w.is_stacked else one(value)

@@ -70,6 +70,7 @@ def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
     sin, cos = angles
     num_turned = 2 * sin.shape[-1]
     if num_turned < x_BTNH.shape[-1]:
+        # the rest of the head knows no positions
         x_BTNH, rest = jnp.split(x_BTNH, [num_turned], axis=-1)
         return jnp.concatenate([rope(x_BTNH, angles), rest], axis=-1)
     first, second = jnp.split(wide(x_BTNH), 2, axis=-1)

@@ -209,6 +209,7 @@ def locate(model: ModelConfig) -> FoundModel:
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
     """`locate` for a model that scores the student's tokens. ValueError if it has others."""
     located = locate(teacher.as_model())
+    # the teacher scores the very token ids that the policy sampled
     if located.tokenizer.vocabulary != student.tokenizer.vocabulary:
         raise ValueError(
             f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: "
@@ -251,9 +252,12 @@ def weights_digest(located: FoundModel) -> str:
         return "random"
     digest = hashlib.sha256()
     is_file = is_gguf(located.folder)
+    # in the order of names, which is the same everywhere
     for file in [located.folder] if is_file else sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
+            # both ends: reading all of a large model takes minutes, and training changes every part
+            # of it
             digest.update(f"{file.name} {size}".encode() + f.read(_SAMPLE))
             f.seek(max(0, size - _SAMPLE))
             digest.update(f.read(_SAMPLE))
@@ -288,6 +292,7 @@ def load_weights(
     if located.lora is None:
         return None, load_base(located, seed, storage, on_bytes)
     base = load_base(located, seed, located.lora.base, on_bytes)
+    # after the base: what is frozen takes the most memory, and may not fit
     adapters = load_new_adapters(located, seed)
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
@@ -367,6 +372,7 @@ def _folder(name: str) -> Path:
         return path
     if hub.is_hub_name(name):
         return hub.small_files(name)
+    # a folder with a config.json is of the other format
     files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise ValueError(

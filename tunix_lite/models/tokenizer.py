@@ -111,7 +111,26 @@ class Tokenizer:
 
         # The special tokens, by the names that templates expect.
         config = small_object(folder, "tokenizer_config.json")
-        _add_tokens(backend, config, folder / "tokenizer_config.json")
+        # The flags of this file win in transformers, too.
+        file = folder / "tokenizer_config.json"
+        entries = config.get("added_tokens_decoder") or {}
+        if not isinstance(entries, dict):
+            raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
+        known = {one.content: one for one in backend.get_added_tokens_decoder().values()}
+        # sorted by number, so that new tokens get theirs
+        for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
+            if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+                raise ValueError(
+                    f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an "
+                    "object with a content"
+                )
+            # As transformers reads them: a flag that is not there is false, but `normalized` is
+            # true of a token that is not special.
+            flags = {"normalized": not entry.get("special")} | entry
+            flags = {name: bool(flags.get(name)) for name in FLAGS}
+            there = known.get(entry["content"])
+            if there is None or flags != {name: getattr(there, name) for name in FLAGS}:
+                backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
         named = dict(config)
         # Older folders have a file of their own for them.
         if "added_tokens_decoder" not in config:
@@ -202,6 +221,7 @@ class Tokenizer:
         function = {"name": _PROBE, "description": "", "parameters": parameters}
         messages = [{"role": "user", "content": "Question"}]
         try:
+            # seen only by trying: a template may take tools and write nothing
             written = self.chat(messages, tools=[{"type": "function", "function": function}])
         except ValueError:
             return False
@@ -239,6 +259,7 @@ class Tokenizer:
         """Finds the special tokens and ends of turns that a text spells, [start, end) each."""
         if self._has_normalized:
             with _panics_named():
+                # a normalizer changes the text first, so no search in it would find them all
                 encoded = self.backend.encode(text, add_special_tokens=False)
             return [
                 span
@@ -282,6 +303,7 @@ class Tokenizer:
             )
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
+        # plain values: a stranger's template may call any method of what it gets
         messages = [as_template_reads(message) for message in messages]
         for name in variables:
             if name in self.special or name.endswith("_token"):
@@ -345,6 +367,8 @@ class Tokenizer:
                 return read(turn["content"])
             messages = _conversation(read_quoted(conversation, read))
             values = read_quoted(variables, read)
+            # The answer is what the template writes behind the prompt: its markers belong to what
+            # is learned.
             before = self.chat(messages, **values)
             answered = [*messages, read_quoted(turn, read)]
             full = self.chat(answered, add_generation_prompt=False, **values)
@@ -440,6 +464,7 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Tokens by id: those that the tokenizer calls special, and those that end a turn."""
+        # some files do not mark the tokens that end a turn
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {
             *self.eos_ids
         }
@@ -547,7 +572,11 @@ class TextStream:
         """The text that no later token can change and that was not returned before."""
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
-        if self._may_change(text):
+        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
+        # turn out to be none.
+        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
+        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
+        if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or ""):
             return ""
         new = text[len(self.shown) :]
 
@@ -569,16 +598,6 @@ class TextStream:
         self.done = 0
         self.shown = ""
         return new
-
-    def _may_change(self, text: str) -> bool:
-        """True if the next token may change the end of the text."""
-        if text.endswith("\ufffd"):
-            return True
-        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
-        # turn out to be none.
-        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
-        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
-        return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
 
 
 def _growth(part: dict) -> int:
@@ -623,28 +642,6 @@ def _panics_named() -> Iterator[None]:
         raise ValueError(f"tokenizer.json fails ({escaped(str(error))})") from error
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None:
-    """Gives tokens the flags of tokenizer_config.json, which win in transformers, too."""
-    entries = config.get("added_tokens_decoder") or {}
-    if not isinstance(entries, dict):
-        raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    # sorted by number, so that new tokens get theirs
-    for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise ValueError(
-                f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an object "
-                "with a content"
-            )
-        # As transformers reads them: a flag that is not there is false, but `normalized` is true
-        # of a token that is not special.
-        flags = {"normalized": not entry.get("special")} | entry
-        flags = {name: bool(flags.get(name)) for name in FLAGS}
-        there = known.get(entry["content"])
-        if there is None or flags != {name: getattr(there, name) for name in FLAGS}:
-            backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
-
-
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
     """The chat template of a folder. config: of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
@@ -687,6 +684,7 @@ def _eos_ids(
         ("config.json: text_config", config.get("text_config")),
     ):
         eos = content.get("eos_token_id") if isinstance(content, dict) else None
+        # Gemma has a list, Llama a number
         named = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if any(type(i) is not int or i < 0 for i in named):
             raise ValueError(

@@ -48,6 +48,7 @@ class TurnTokens:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        # environments repeat themselves, and templates take their time
         key = (tuple(tuple(sorted(message.items())) for message in messages), bool(ended))
         if key not in self._kept:
             if len(self._kept) >= MOST_KEPT:
@@ -108,12 +109,15 @@ class TurnTokens:
             written = self.tokenizer.chat([*before, *messages], **self.variables)
         except ValueError as error:
             raise ValueError(f"{error}; {_wanted(messages)}") from error
+        # a template may strip or repeat what the model said, and then nobody knows where its turn
+        # ends
         if written.count(placeholder) != 1:
             raise ValueError(
                 "the chat template does not write the text of the "
                 "assistant once, as it is, so a conversation cannot go on after it"
             )
         after = written.partition(placeholder)[2]
+        # some templates drop messages of roles that they do not know, without a word
         lost = [text for m in messages if (text := m["content"].strip()) and text not in after]
         if lost:
             raise ValueError(

@@ -103,6 +103,7 @@ def block_tokens(
     """The token of each entry of block number `index`, [P, S]; -1 where the entry is padding."""
     parts, size, _ = block_PSD.shape
     within = index * size + jnp.arange(size)
+    # the last block of each part may be longer than what is left
     is_token = within < spec.share
     first_P1 = jnp.arange(parts)[:, None] * spec.share
     return jnp.where(is_token, first_P1 + within, -1)

@@ -334,8 +334,10 @@ def _backward_to_master(
 ) -> tuple[jax.Array, None, jax.Array]:
     axes, inputs, dtype = info
     shape = x.shape[x.ndim - inputs :] + cotangent.shape[x.ndim - inputs :]
+    # all tokens of the batch are summed over, whatever dims they have
     rows = x.reshape(-1, np.prod(shape[:inputs]))
     cotangent_rows = cotangent.reshape(len(rows), -1)
+    # summed in its own type: the weight may be computed with in bfloat16
     gradient = jax.lax.dot_general(
         rows, cotangent_rows, (((0,), (0,)), ((), ())), preferred_element_type=dtype
     )

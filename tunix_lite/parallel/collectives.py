@@ -101,6 +101,7 @@ def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
         numbers = [c.count, c.total_bytes, sent_bytes(c)]
+        # a sum with a guess in it would be a guess
         sums[c.kind, c.axis, c.count_known] += numbers
     totals = [
         CollectiveTotal(kind, axis, *numbers, count_known)
@@ -239,6 +240,7 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
     axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
+    # a group may cover only a part of an axis
     group_sizes = [len(group) for group in groups]
     if len(set(crossed)) == 1 and (pairs or set(group_sizes) == {size}):
         return axis, size

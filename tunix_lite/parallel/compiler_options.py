@@ -53,10 +53,12 @@ def _known_options(
         return {}
     mesh = jax.sharding.get_mesh()
     place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    # the smallest program there is: only its options are asked about
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()
     except jax.errors.JaxRuntimeError as error:
+        # another error is of this machine, and no matter of options
         if "No such compile option" not in str(error):
             raise
         names = ", ".join(name for name, _ in options)

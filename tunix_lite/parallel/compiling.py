@@ -40,6 +40,7 @@ def compiled_once(
     executables = {}
 
     def compiled(*args: Any) -> jax.stages.Compiled:
+        # jax.jit has a cache of its own, but gives no executable to ask about memory
         leaves, structure = jax.tree.flatten(args)
         key = (structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
         if key not in executables:

@@ -80,6 +80,7 @@ def tuple_types(type_: str) -> list[str]:
     """The types of the elements of a tuple, given its type."""
     parts = [""]
     depth = 0
+    # no expression of its own: tuples stand in tuples, and layouts have commas, too
     for character in type_[1:-1]:
         depth += character in "([{"
         depth -= character in ")]}"
@@ -115,6 +116,7 @@ def count_turns(
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
+    # Not every compiler writes the count, so a loop over numbers is run here.
     state = _value(loop.operands[0], caller, program, [])
     condition = program[callees["condition"]]
     body = program[callees["body"]]

@@ -128,6 +128,7 @@ def set_rules(rules: ShardingConfig) -> None:
 def use_rules(name: str, **changes: str | None) -> Iterator[None]:
     """Uses the rules of the table `name`, train or rollout, with these changes, inside the
     block."""
+    # a name for each table, so that rules within rules find theirs
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
     _active.append(key)
@@ -213,6 +214,7 @@ def make_mesh(
     Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
     """
     devices = jax.devices() if devices is None else devices
+    # a process without a device in the mesh would wait for ever
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
         mesh_shape, len(devices), takes_all=has_peers, can_simulate=not has_peers
@@ -264,6 +266,7 @@ def split_devices(
             f"{as_text(own_shape)} takes {sampling}, model.mesh_shape={as_text(mesh_shape)} takes "
             f"{learning}, and jax sees {len(devices)}{pretend}"
         )
+    # -1 takes what sampling leaves
     learning = left if has_rest else known
     return list(devices[:learning]), list(devices[learning : learning + sampling])
 
@@ -320,6 +323,7 @@ def elements_on_device(
 ) -> int:
     """Counts the elements of an array on a device of such a mesh, by arithmetic. Raises as
     `spec`."""
+    # a mesh without devices: a plan may be of any number of them
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     entries = spec(axes, shape, mesh, rules)
     parts = [1 if axis is None else mesh_shape[axis] for axis in entries]
@@ -436,6 +440,7 @@ def current_platform() -> str:
 
 def devices_taken(mesh: Mesh) -> str:
     """Says how many devices the mesh takes: "8", or "2 of 8, the first ones"."""
+    # a GPU machine has a CPU device, too
     seen = jax.device_count(mesh.devices.flat[0].platform)
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 

@@ -124,6 +124,7 @@ def _few_changes(start: _Trial) -> _Trial:
     for i in range(len(CHANGES)):
         further = [*steps[:i], FARTHEST, *steps[i + 1 :]]
         changed = _applied(start, further).peak()
+        # a change that makes it larger is none of a remedy
         if changed <= peak:
             steps = further
             peak = changed
@@ -131,6 +132,7 @@ def _few_changes(start: _Trial) -> _Trial:
             break
 
     # Take them back as far as the run still fits, the most costly first.
+    # where nothing fits, no change may cost more than the least that was reached
     limit = max(capacity, peak)
     for i in reversed(range(len(CHANGES))):
         for fewer in range(steps[i]):
@@ -159,6 +161,7 @@ def _changed_to(
     """These settings of a section, unless it has them already. where: the trials it is for."""
 
     def change(trial: _Trial) -> Iterator[_Trial]:
+        # advice that changes nothing would be tried, and compiled, for nothing
         now = getattr(trial.run, section)
         if where(trial) and any(
             getattr(now, name) != value for name, value in settings.items()
@@ -189,6 +192,7 @@ def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
     now = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else sizes[0]
     for size in sizes:
         if size < now:
+            # both settings are advised, or an old number of steps would contradict the size
             count = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
             yield trial.with_settings(
                 "training", micro_batch_size=size, gradient_accumulation_steps=count

@@ -51,6 +51,7 @@ def choose_micro_batch(
         sized = resolved.with_micro_batch(size)
         chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
+        # kept: the one that fits is what the run trains with, compiled already
         updates[size] = train_step_of(sized)
         shapes = abstract(sized)
         arguments = (shapes.state, shapes.frozen, batch_shapes(sized))
@@ -86,6 +87,7 @@ def training_programs(
         shapes: RowBatch,
         rows: RowLayout,
     ) -> jax.stages.Compiled:
+        # all of them are compiled now, since a step that compiles later would look as if it hung
         widest, *_ = [compile_it(x) for x in at_every_width(shapes, rows)]
         return widest
 
@@ -115,6 +117,7 @@ def plan_of_this_run(
     """The plan of a run that is about to start on the attached devices, with its
     `training_programs`. Raises ConfigError if the compiler refuses a program, but for packed rows:
     batches as they come may fit."""
+    # the programs that are compiled here are those that the run will use
     plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
@@ -130,6 +133,7 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     machine = attached_machine()
     chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
+    # what a formula may get wrong must not refuse a run
     known = ("weights to sample", "cache", "prompts")
     phases = [
         replace(phase, adds={name: phase.adds.get(name, 0) for name in known})
@@ -147,6 +151,7 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
         return
 
     problems = []
+    # devices that only sample have a limit of their own
     needed = sum(plan.apart.values())
     if needed > capacity:
         problems.append(

@@ -129,6 +129,7 @@ class MemoryEstimate:
                     leaf.scales, leaf.scales.dtype
                 )
             else:
+                # norms and biases are computed with in float32, whatever the matrices are
                 is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
                 total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
         return total
@@ -163,6 +164,7 @@ class MemoryEstimate:
     ) -> str:
         """gathered or sharded, by the rule of rollout.memory. capacity: bytes of a device; None:
         whole weights are taken to fit. beside: what stays on it, where it is not `resident`."""
+        # nobody knows what is free, and gathered is faster
         if capacity is None and self.resolved.run.rollout.weights == "auto":
             return "gathered"
         stays = self.resident() if beside is None else beside
@@ -298,46 +300,43 @@ class MemoryEstimate:
     def kept_layers(self, rows: int, width: int) -> int:
         """The bytes that the backward pass finds of every layer: its input, nD, the layer's own
         input, if there is one, and what training.remat keeps beside them."""
-        counts = Counter(self.resolved.cfg.kinds_of_weights)
-        return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
-
-    def _kept_layer(self, kind: str, rows: int, width: int) -> int:
         resolved = self.resolved
-        # Elements of one token of one layer on a device.
         cfg = resolved.cfg
         tp = resolved.tp
-        heads = cfg.num_heads // tp
-        qkv, attended_out = self._projected(kind)
+        remat = resolved.run.training.remat
         is_sequence_parallel = resolved.train_rules["residual_seq"] == "tp"
         residual = cfg.embed_dim // tp if is_sequence_parallel else cfg.embed_dim
-        mlp = decoder.layer_weights(cfg, kind)["gate"].shape[1] // tp
-        products = qkv + 2 * residual + 2 * mlp
-        if own := cfg.per_layer_dim:
-            products += own + residual
+        own = cfg.per_layer_dim
+        total = 0
+        for kind, count in Counter(cfg.kinds_of_weights).items():
+            # Elements of one token of one layer on a device.
+            qkv, attended_out = self._projected(kind)
+            mlp = decoder.layer_weights(cfg, kind)["gate"].shape[1] // tp
+            products = qkv + 2 * residual + 2 * mlp + (own + residual if own else 0)
 
-        # What remat keeps of them.
-        remat = resolved.run.training.remat
-        heads_of_token = (qkv + attended_out) // 2
-        of_a_token = {
-            "block": 0,
-            "save_qkv_out": qkv + attended_out,
-            "dots": products,
-            "none": products + attended_out,
-            "save_all": 3 * mlp + 4 * residual + 2 * heads_of_token,
-        }
-        elements = rows * width * (residual + own + of_a_token[remat])
-        kept = elements * resolved.itemsize
-        if remat == "save_all":
-            kept += self.layer_elements() * resolved.itemsize
-            kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
-        has_scores = kind != "delta" and resolved.attention == "xla"
-        if remat in ("none", "save_all") and has_scores:
-            scores = (heads * math.prod(part) for part in self.attended(rows, width))
-            times = 3 if remat == "save_all" else 1
-            kept += (
-                4 * times * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
-            )
-        return kept
+            # What remat keeps of them.
+            heads_of_token = (qkv + attended_out) // 2
+            of_a_token = {
+                "block": 0,
+                "save_qkv_out": qkv + attended_out,
+                "dots": products,
+                "none": products + attended_out,
+                "save_all": 3 * mlp + 4 * residual + 2 * heads_of_token,
+            }
+            elements = rows * width * (residual + own + of_a_token[remat])
+            size = elements * resolved.itemsize
+            if remat == "save_all":
+                size += self.layer_elements() * resolved.itemsize
+                size += 4 * rows * width * (14 * residual + 3 * heads_of_token)
+            has_scores = kind != "delta" and resolved.attention == "xla"
+            if remat in ("none", "save_all") and has_scores:
+                heads = cfg.num_heads // tp
+                scores = [heads * math.prod(part) for part in self.attended(rows, width)]
+                times = 3 if remat == "save_all" else 1
+                at_once = [one for one in scores if one <= attention.SCORES_AT_ONCE]
+                size += 4 * times * sum(at_once)
+            total += count * size
+        return total
 
     def _layer_at_work(self, n: int) -> int:
         """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp,
@@ -351,6 +350,7 @@ class MemoryEstimate:
             of_head = 4 * net.key_dim + 4 * net.value_dim + 3 * gated_delta_net.CHUNK
             in_float32 = 4 * n * net.num_value_heads // tp * of_head
         kinds = set(cfg.kinds_of_weights)
+        # layers run one after the other, so the largest counts
         heads = max(self._projected(kind)[0] for kind in kinds)
         mlp = max(decoder.layer_weights(cfg, kind)["gate"].shape[1] for kind in kinds)
         inputs = cfg.num_layers * cfg.per_layer_dim
@@ -370,6 +370,7 @@ class MemoryEstimate:
         heads = cfg.num_heads // tp
         kv_heads, head_dim = cfg.kv_shape(kind)
         declared = decoder.layer_weights(cfg, kind)
+        # heads that tp does not divide are repeated
         of_kv = -(-kv_heads // tp) * sum(name in declared for name in "kv")
         queries = 2 * heads if cfg.attn_gate else heads
         return (queries + of_kv) * head_dim, heads * head_dim
@@ -415,6 +416,7 @@ class MemoryEstimate:
     def _gathered_layers(self, count: int) -> int:
         """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their
         way."""
+        # on one device nothing is gathered
         layers = 1 if self.resolved.fsdp == 1 else count + 1
         return layers * self.layer_elements() * self.resolved.itemsize
 
@@ -431,6 +433,7 @@ class MemoryEstimate:
         in_a_row = shape.width - shape.prefix_columns if shape else 0
         scored = rows * (in_a_row or resolved.rows.num_scored)
 
+        # the head runs over blocks of the vocabulary, as many as keep the scores small
         blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
         scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
         hidden = 6 * scored * cfg.embed_dim

@@ -3,9 +3,17 @@ masked scores, norms, rope, softmax and activations do not count. Of a layer of 
 weights are q: DNH, k and v: DKH each, o: NHD, gate, up and down: DF each (letters of types.py)."""
 
 import math
+import resource
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
 
+import jax
+import numpy as np
+
+from tunix_lite.basics.types import Batch, Metrics
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.hardware import Hardware
@@ -34,6 +42,7 @@ def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     lengths = [int(length) for length in lengths]
     widths = 0
     for kind in cfg.kinds:
+        # a gated delta net has no pairs of tokens
         if kind not in decoder.ATTENTION:
             continue
         pairs = 0
@@ -80,3 +89,58 @@ def mfu(
 ) -> float | None:
     """The share of the devices' bfloat16 peak; None if that is not known."""
     return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
+
+
+# ---- as metrics of a step
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns seconds of a step into speeds. FLOPs are those of this file, of the model, not of
+    the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
+    recomputation by remat does not count. Example: Throughput(cfg, 0, 8, None).metrics(batch,
+    update_seconds=0.5, step_seconds=2.0)."""
+
+    cfg: Architecture
+    trained_adapters: int  # parameters in adapters; 0: all weights train
+    num_devices: int
+    hardware: Hardware | None  # None: not in the table, so there is no MFU
+
+    @cached_property
+    def _of_one(self) -> tuple[float, float]:
+        # The cost of one token, and of one that is scored, which are the same in each step.
+        of_update = partial(update_flops, self.cfg)
+        return of_update(1, 0, 0, self.trained_adapters), of_update(
+            0, 1, 0, self.trained_adapters
+        )
+
+    def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
+        """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
+        lengths = np.asarray(batch.token_mask).sum(axis=1)
+        scored = int((np.asarray(batch.loss_weight) != 0).sum())
+        tokens = int(lengths.sum())
+        attention = attention_flops(self.cfg, lengths)
+        of_token, of_score = self._of_one
+        done = of_token * tokens + of_score * scored + 3 * attention
+        # of the update alone: sampling has another number of FLOPs
+        rate = done / update_seconds
+        seen = {
+            "perf/tokens_per_second": tokens / step_seconds,
+            "perf/update_tokens_per_second": tokens / update_seconds,
+            "perf/tokens_per_second_per_device": tokens / step_seconds / self.num_devices,
+            "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
+            "memory/peak_gb": peak_bytes() / 1e9,
+        }
+        share = mfu(done, update_seconds, self.hardware, self.num_devices)
+        return seen if share is None else seen | {"perf/mfu": share}
+
+
+def peak_bytes() -> int:
+    """The most that was ever in use on one of this host's devices; on a CPU, by the process."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    # CPU devices have no statistics
+    if all(s and "peak_bytes_in_use" in s for s in stats):
+        return max(s["peak_bytes_in_use"] for s in stats)
+    # getrusage counts bytes on macOS and KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

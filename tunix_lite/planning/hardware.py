@@ -150,6 +150,7 @@ def find_machine(text: str) -> Machine:
     typed = text.strip().lower()
     match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
+    # people write what their cloud calls it
     hardware = HARDWARE.get(ALIASES.get(name, name))
     if hardware is None:
         gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
@@ -179,6 +180,7 @@ def find_machine(text: str) -> Machine:
             f"{GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
         )
         return Machine(text.strip(), "cuda", count, hardware, capacity, capacity_is)
+    # Google Cloud sells slices of these sizes alone
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
@@ -215,10 +217,28 @@ def devices_of(machine: Machine) -> list:
     count = machine.num_devices
     if platform == "cuda":
         nodes = max(1, count // hardware.host_devices)
+        # A GPU as XLA wants it described, its GpuTargetConfigProto as text. What is a number below
+        # is the same for compute capability 8.0 and 9.0.
+        chip = hardware.chip
+        target_config = f"""gpu_device_info {{
+  cuda_compute_capability {{ major: {chip.capability} }}
+  core_count: {chip.multiprocessors} fpus_per_core: {chip.fpus} clock_rate_ghz: {chip.clock_ghz}
+  memory_bandwidth: {int(hardware.memory_bandwidth)} device_memory_size: {hardware.memory_bytes}
+  l2_cache_size: {chip.l2_cache} shared_memory_per_core: {chip.shared_memory}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {chip.shared_memory - 1024}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  runtime_version: "12.8.0" driver_version: "12.8.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{hardware.kinds[0]}"
+"""
         # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
         topology = {
             "topology": f"1x{nodes}x{count // nodes}",
-            "target_config": _gpu_target_config(hardware),
+            "target_config": target_config,
         }
     else:
         # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
@@ -247,27 +267,6 @@ def devices_of(machine: Machine) -> list:
         ) from error
 
 
-def _gpu_target_config(hardware: Hardware) -> str:
-    """A GPU as XLA wants it described, its GpuTargetConfigProto as text."""
-    # what is a number below is the same for compute capability 8.0 and 9.0
-    chip = hardware.chip
-    return f"""gpu_device_info {{
-  cuda_compute_capability {{ major: {chip.capability} }}
-  core_count: {chip.multiprocessors} fpus_per_core: {chip.fpus} clock_rate_ghz: {chip.clock_ghz}
-  memory_bandwidth: {int(hardware.memory_bandwidth)} device_memory_size: {hardware.memory_bytes}
-  l2_cache_size: {chip.l2_cache} shared_memory_per_core: {chip.shared_memory}
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {chip.shared_memory - 1024}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  runtime_version: "12.8.0" driver_version: "12.8.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{hardware.kinds[0]}"
-"""
-
-
 def of_device(device: jax.Device) -> Hardware | None:
     """The hardware that a device says it is."""
     return next((hardware for hardware in TABLE if device.device_kind in hardware.kinds), None)
@@ -291,6 +290,7 @@ def attached_machine() -> Machine:
     decide by the least."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
+    # a program that one device refuses ends the run on all
     limits = allgather_values(memory_limit(device))
     return Machine(
         "attached",

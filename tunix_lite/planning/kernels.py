@@ -248,6 +248,7 @@ class _Walk:
         """By number of a fusion's parameter, the share of its elements that the fusion needs."""
         shares: dict[str, float] = defaultdict(float)
         shares[computation.root] = 1.0
+        # from the result back: whoever reads a part of it needs a part of its operands
         for i in reversed(computation.instructions.values()):
             for number, operand in enumerate(i.operands):
                 if operand in computation.instructions:

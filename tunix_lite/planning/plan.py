@@ -136,12 +136,14 @@ def assemble_plan(
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
         arguments += MemoryEstimate(resolved).teacher_table()
+        # by formula, and the compiler may have found a way with less
         gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
     if resolved.samples_beside_update:
         source, adds = made["update"]
+        # the devices hold both while one waits for the other
         sampling = sum(made["rollout"][1].values())
         made["update"] = source, adds | {"sampling beside it": sampling}
 
@@ -150,6 +152,7 @@ def assemble_plan(
         name = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
         if name in made and error.needed_bytes is not None:
             added = error.needed_bytes - sum(with_code.values())
+            # a refused program needs no less than the formula says
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
 
@@ -188,6 +191,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     adds = MemoryEstimate(resolved).rollout()
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
+    # both programs read the one copy, which is counted once
     copy = adds["weights to sample"]
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
@@ -221,6 +225,7 @@ def with_choices(
         sized = resolved if size is None else resolved.with_micro_batch(size)
         chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
+        # sizes descend, so the first that fits is the largest
         if size is None or assemble_plan(machine, sized, {}).fits is not False:
             break
     return sized
@@ -243,6 +248,7 @@ def with_compiled(
     """The same plan, its programs compiled for these devices. The run's sharding rules become those
     of the process. Raises ConfigError."""
     resolved = plan.resolved
+    # said before minutes of compiling
     check_can_be_lowered(resolved, plan.machine.platform)
     sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
 
@@ -264,6 +270,7 @@ def compile_plan(
     """The plan of a run with these programs compiled, each by a call; the rest by formula."""
     done = {}
     refused = []
+    # elsewhere code lies in the memory of the host, or is too little to count
     code_on_device = machine.platform == "tpu"
     for name, compile_it in programs.items():
         try:
@@ -293,6 +300,7 @@ def largest_micro_batch(
         try:
             peak = compile_one(size)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            # anything else is no matter of size, and the next one would fail, too
             if not isinstance(error, DoesNotFit) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             tried.append(f"{size}: refused by the compiler")

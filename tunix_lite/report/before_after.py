@@ -96,6 +96,7 @@ def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
             (f"pass_at_{k}", statistics.pass_at_k(correct_EN, k)),
         ):
             by_name[name] = dict(zip(measured.samples, values_E.tolist()))
+    # a reward that failed is null, and counts in neither
     rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
     return by_name | ({"reward": rewards} if rewards else {})
 

@@ -100,7 +100,19 @@ def curves(run: Evidence) -> list[Chart]:
                 label = as_words(name) if len(curve.metrics) > 1 else ""
                 # Beside the title: the first and the last number of the first metric.
                 note = note or " → ".join(number_text(x, curve.is_share) for x in ends(series))
-                lines += curve_lines(series, label, color)
+                # The metric as it is, and where it has many steps its moving average over it. They
+                # are plain numbers: they are written as text.
+                steps = series.steps.tolist()
+                kind = "points" if series.name.startswith("eval/") else "line"
+                kind = kind if len(steps) < MANY else "faint"
+                lines.append(Line(label, steps, series.values.tolist(), color, kind))
+                if len(steps) >= MANY:
+                    # Wide enough that a curve of noisy rewards shows where it goes. Where the
+                    # window hangs over an end, the mean is of what there is.
+                    window = np.ones(max(len(steps) // 12, 4))
+                    counts = np.convolve(np.ones(len(steps)), window, "same")
+                    smooth = np.convolve(series.values, window, "same") / counts
+                    lines.append(Line(label, steps, smooth.tolist(), color))
         if any(any(line.values) for line in lines):
             charts.append(Chart(curve.title, lines, curve.is_share, note))
     return charts
@@ -125,23 +137,6 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
     return names
 
 
-def curve_lines(series: Series, name: str, color: int) -> list[Line]:
-    """A metric as it is, and where it has many steps its moving average over it."""
-    steps = series.steps.tolist()
-    values = series.values.tolist()
-    if len(steps) < MANY:
-        kind = "points" if series.name.startswith("eval/") else "line"
-        return [Line(name, steps, values, color, kind)]
-    window = np.ones(max(len(steps) // 12, 4))
-    # Where the window hangs over an end, the mean is of what there is.
-    counts = np.convolve(np.ones(len(steps)), window, "same")
-    smooth = np.convolve(series.values, window, "same") / counts
-    return [
-        Line(name, steps, values, color, "faint"),
-        Line(name, steps, smooth.tolist(), color),
-    ]
-
-
 def _thinned(line: Line) -> list[tuple[float, float]]:
     """Few enough points of a line: the first, the last, and of every stretch between them the
     smallest and the largest, so that no peak is lost."""
@@ -152,6 +147,7 @@ def _thinned(line: Line) -> list[tuple[float, float]]:
     chosen = {0, last}
     for stretch in np.array_split(np.arange(1, last), _MOST_POINTS // 2 - 1):
         values = np.take(line.values, stretch)
+        # both, since which one matters depends on the metric
         chosen |= {stretch[values.argmin()], stretch[values.argmax()]}
     return [points[i] for i in sorted(chosen)]
 
@@ -161,6 +157,7 @@ def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     reach = high - low
     if not math.isfinite(reach) or reach <= 0:
         return [low]
+    # numbers that people read at a glance
     power = 10.0 ** math.floor(math.log10(reach / count))
     apart = next(
         power * nice for nice in (1, 2, 5, 10) if power * nice * count >= reach * 0.999
@@ -204,6 +201,7 @@ def line_chart(chart: Chart) -> str:
     if high == low:
         high += abs(high) * 0.1 or 1.0
     levels = _ticks(low, high)
+    # nothing is above 100 %
     if chart.is_share and low >= 0 and high <= 1:
         levels = [level for level in levels if level <= 1 + 1e-9]
     low = min(levels[0], low)

@@ -37,7 +37,9 @@ class Series:
         self.name = name
         self.steps = steps
         self.values = values
+        # nan compares false with everything, so that a fault without numbers is none
         known = values if len(values) else np.array([np.nan])
+        # one step is noise, and half of a run hides a turn
         third = max(len(known) // 3, 1)
         self.first = float(known[0])
         self.last = float(known[-1])
@@ -250,6 +252,7 @@ def _sample_rows(file: Path) -> list[dict]:
     lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)
     for number, (line, is_whole) in enumerate(lines, 1):
         num_bytes += len(line)
+        # a folder may be somebody else's, and of any size
         if number > _MOST_SAMPLES or num_bytes > _MOST_SAMPLE_BYTES or not is_whole:
             break
         try:

@@ -129,6 +129,7 @@ def relative_step(run: Evidence) -> Series:
     alpha = run.number("model.lora.alpha", 0.0)
     count = run.status.get("trained_parameters" if rank else "parameters")
     width = run.architecture.get("embed_dim")
+    # files of a run may lack any of them
     known = [count, width, rank] if rank else [count, width]
     if not all(map(_is_count, known)) or (rank and alpha <= 0):
         return moved.where(np.zeros(len(moved), bool))
@@ -181,6 +182,7 @@ def _step_too_small(run: Evidence) -> _Shown:
     if run.num_steps < 5 or not 0 < step.largest < _SMALL_STEP:
         return None
     moves = f"an update moves a weight by {step.largest:.2g} of its usual size at most"
+    # a hundred times the limit, which is within what is common
     rate = run.number(_RATE, 0.0) * _SMALL_STEP / step.largest * 100
     shown = run.shown("train/grad_norm", "optimizer.max_grad_norm", "optimizer.warmup_steps")
     return [f"{moves}; 1e-5 to 1e-3 is common", *shown], [f"{_RATE}={rate:.1g}"]
@@ -263,6 +265,7 @@ def _reward_sign(run: Evidence) -> _Shown:
     if len(pairs) < 16 or not 0 < right.mean() < 1:
         return None
     ours, others = rewards[right > 0], rewards[right == 0]
+    # a few samples may differ by chance
     noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
     if ours.mean() >= others.mean() - max(4 * noise, 1e-6):
         return None
@@ -391,6 +394,7 @@ def _evaluation_falls(run: Evidence) -> _Shown:
     if len(accuracy) < 2 or accuracy.first < 0.05:
         return None
     count = max(run.number("evaluation.num_examples", 256), 1)
+    # two shares of so many examples differ by as much without any change
     noise = 2 * np.sqrt(2 * accuracy.first * (1 - accuracy.first) / count)
     below = accuracy.largest - accuracy.last
     if accuracy.last > accuracy.first - noise and below < 0.15 + noise:

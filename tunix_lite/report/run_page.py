@@ -79,6 +79,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     facts = [f"seed {run.status.get('seed')}", str(folder)]
     if type(count := run.status.get("parameters")) is int:
         facts.insert(0, f"{count:,} parameters")
+    # the page itself is written later, and may be written again
     files = [folder / name for name in ("metrics.jsonl", "status.json")]
     written = max(file.stat().st_mtime for file in files if file.is_file())
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
@@ -122,6 +123,7 @@ def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     if not isinstance(word, str) or word not in _STANDINGS:
         word = "unknown"
     if word == "running" and is_alive is False:
+        # nobody wrote that it ended, and no process has the folder
         word = "killed"
     mood, sentence = _STANDINGS[word]
     # Of metrics.jsonl, as status.json of a killed run is older.
@@ -209,7 +211,15 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
     steps = sorted(step for step in run.samples if run.groups(step))
     chosen = best_middle_worst(run.groups(steps[-1]) if steps else [])
     if chosen:
-        answers = [(f"reward {row['reward']:.3g}", row, _rewards(row)) for row in chosen]
+        answers = []
+        for row in chosen:
+            # `correct 1 · short 0.3 · advantage +0.62`
+            rewards = row.get("rewards")
+            every = rewards.items() if isinstance(rewards, dict) else ()
+            parts = [f"{escaped(str(name))} {x:.3g}" for name, x in every if is_number(x)]
+            if is_number(row.get("advantage")):
+                parts.append(f"advantage {row['advantage']:+.2f}")
+            answers.append((f"reward {row['reward']:.3g}", row, " · ".join(parts[:8])))
         title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
         yield html.examples(title, [(chosen[0], answers)])
 
@@ -221,15 +231,6 @@ def best_middle_worst(groups: list[list[dict]]) -> list[dict]:
     ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
     if not ranked:
         return []
+    # where rewards differ, the policy has learned something
     group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
     return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
-
-
-def _rewards(row: dict) -> str:
-    """`correct 1 · short 0.3 · advantage +0.62`."""
-    rewards = row.get("rewards")
-    every = rewards.items() if isinstance(rewards, dict) else ()
-    parts = [f"{escaped(str(name))} {x:.3g}" for name, x in every if is_number(x)]
-    if is_number(row.get("advantage")):
-        parts.append(f"advantage {row['advantage']:+.2f}")
-    return " · ".join(parts[:8])

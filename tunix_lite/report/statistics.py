@@ -100,6 +100,7 @@ def estimate(
         raise ValueError(f"level={level} is between 0 and 1, such as 0.95")
     rng = np.random.default_rng(seed)
     count = len(values_E)
+    # in blocks: all at once would take gigabytes for a large evaluation
     drawn = (rng.integers(count, size=(rows, count)) for rows in _blocks(resamples, count))
     means = np.concatenate([values_E[rows].mean(axis=1) for rows in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

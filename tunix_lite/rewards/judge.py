@@ -131,9 +131,7 @@ class Judge:
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        return self._score(self._ask(body))
-
-    def _score(self, answer: str) -> float:
+        answer = self._ask(body)
         matches = [
             match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None
         ]
@@ -177,6 +175,7 @@ class Judge:
                 with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
                     message = error.read(SHOWN).decode(errors="replace")
                 failure = f"HTTP {error.code} {error.reason} {message}".strip()
+                # another try would get the same answer
                 if error.code not in TRANSIENT:
                     break
             except FAILURES as error:
@@ -200,6 +199,7 @@ class Judge:
             # no proxy stands between this machine and itself
             handlers.append(urllib.request.ProxyHandler({}))
         opener = urllib.request.build_opener(*handlers)
+        # the timeout of a socket begins again with each byte
         deadline = time.monotonic() + self.timeout
         with opener.open(request, timeout=self.timeout) as response:
             said = b""

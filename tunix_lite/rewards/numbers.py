@@ -149,6 +149,7 @@ def number_in(text: str) -> Fraction | None:
         return None
     rest = _without_scale(rest)
     larger_at = _larger_at(rest)
+    # what stands in a remark belongs to it, and not to the number
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
@@ -268,6 +269,7 @@ def _without_binary_sign(match: re.Match, text: str) -> re.Match:
     is_binary = bool(before.rstrip()) and (
         before.rstrip()[-1].isalnum() or before.rstrip()[-1] in ")}]%"
     )
+    # `5 -3` are two numbers, `5 - 3` is a difference
     is_apart = sign != sign.rstrip() or not before[-1:].isspace()
     if not (is_binary and is_apart):
         return match
@@ -276,6 +278,7 @@ def _without_binary_sign(match: re.Match, text: str) -> re.Match:
 
 def _value(match: re.Match, text: str) -> Fraction | None:
     """The number that was matched; None for one of too many digits, or over nothing."""
+    # arithmetic with a million digits takes minutes
     if sum(c.isdigit() for c in match.group()) > MOST_DIGITS:
         return None
     try:

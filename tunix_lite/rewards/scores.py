@@ -103,6 +103,7 @@ def numbers(
     completion, in their order. NotANumber if it is anything else."""
     values = fn(completions, example)
     try:
+        # an array of numpy is a list, too
         values = list(values)
     except TypeError as error:
         raise NotANumber(f"is {short_repr(values)}, not a list of numbers,") from error

@@ -69,6 +69,7 @@ class RougeL:
         ours = _units_of(completion, self.split)[:MOST]
         best = 0.0
         for text in references:
+            # the time grows with the product of both lengths
             theirs = _units_of(text, self.split)[:MOST]
             if common := common_length(ours, theirs):
                 best = max(best, 2 * common / (len(ours) + len(theirs)))

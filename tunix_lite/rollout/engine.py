@@ -73,9 +73,15 @@ class Engine:
         self.criteria = criteria
         self.temperature = np.float32(temperature)
         self.chunk = spec.chunk
-        self.length = spec.max_length
         self.widths = prompt_widths(spec.generation.max_prompt_length)
         self.block_sizes, self.cache_blocks = blocks
+        # Conversations that go on together are a matter of the clock, and the columns, too, decide
+        # on the last bits of a sum: there, all are read.
+        self.column_sizes = [spec.max_length]
+        if not spec.holds:
+            self.column_sizes = kv_cache.column_sizes(
+                spec.max_length, spec.generation.max_prompt_length
+            )
         # columns of the cache; None: there will be as many as the first requests need
         self.columns: int | None = None
 
@@ -241,20 +247,14 @@ class Engine:
 
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended."""
-        # Conversations that go on together are a matter of the clock, and the columns, too, decide
-        # on the last bits of a sum: there, all are read.
-        if self.programs.spec.holds or len(kv_cache.column_sizes(self.length)) == 1:
-            return self.length
         # Of chunks that the host has not read yet it knows only that no sequence grows by more.
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
-        longest = self.widths[0]
-        if self.programs.spec.per_request:
-            # A server's requests come and go: its cache only grows.
-            longest = max(longest, self.columns or 0)
+        # A server's requests come and go: its cache only grows.
+        longest = (self.columns or 0) if self.programs.spec.per_request else 0
         for request in chain(self.requests.values(), self.waiting):
             new = min(request.limit, len(request.tokens) + ahead)
             longest = max(longest, len(request.ids) + new)
-        return kv_cache.columns_in_use(longest, self.length)
+        return min(self.column_sizes, key=lambda size: (size < longest, size))
 
     # ---- decoding
 

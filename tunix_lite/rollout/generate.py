@@ -406,11 +406,7 @@ def compile_rollout(engine: Engine) -> Slots:
         slots, _ = results(programs.decode, slots, params, temperature, *options)
         return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
 
-    # Where conversations go on, the cache has all columns from the start.
-    length = spec.max_length
-    longest = length if spec.holds else spec.generation.max_prompt_length
-    least = kv_cache.columns_in_use(longest, length)
-    sizes = [columns for columns in kv_cache.column_sizes(length) if columns >= least]
+    sizes = engine.column_sizes
     slots_of = [partial(decoded, columns) for columns in sizes]
     further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
     every = compiled_together(slots_of + further)[: len(sizes)]
@@ -422,7 +418,7 @@ def compile_rollout(engine: Engine) -> Slots:
                 wanted = spec.num_columns(kind, columns)
                 if kv_cache.columns_of(kv) not in (None, wanted):
                     results(programs.resize_layer, kv, wanted)
-    return every[sizes.index(length)]
+    return every[0]
 
 
 def results(program: Any, *arguments: Any) -> Any:

@@ -151,7 +151,7 @@ class PartialSampler:
         lengths = [len(one.tokens) for one in in_order if one.tokens]
         if lengths:
             # Tokens are appended to slots of all columns, so that few programs are compiled.
-            engine.columns = engine.length
+            engine.columns = engine.column_sizes[0]
         engine.admit(requests)
         is_over = False
         while (decoded := engine.next_chunk(starts=not is_over)) is not None:

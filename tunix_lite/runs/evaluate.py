@@ -62,6 +62,7 @@ def evaluate(
         with error_context("evaluation", RunFailed):
             return grader.results(policy.generate(params, prompts, key, count, **how))
 
+    # Greedy, so that two evaluations differ by the weights alone.
     greedy = graded(key, 1, 0.0)
     of_greedy = greedy.metrics
     metrics = {
@@ -76,7 +77,7 @@ def evaluate(
     k = num_samples
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
     sampled = graded(key, k, temperature)
-    scores = scores_of_samples(sampled, [k])
+    scores = _scores_of_samples(sampled, [k])
     metrics |= {
         f"eval/avg_at_{k}": float(scores[f"avg_at_{k}"].mean()),
         f"eval/pass_at_{k}": float(scores[f"pass_at_{k}"].mean()),
@@ -87,7 +88,7 @@ def evaluate(
     return Evaluated(metrics, greedy, sampled)
 
 
-def scores_of_samples(sampled: Graded, counts: Sequence[int]) -> dict[str, np.ndarray]:
+def _scores_of_samples(sampled: Graded, counts: Sequence[int]) -> dict[str, np.ndarray]:
     """avg@N, pass@k for these counts and maj@N of N samples an example, by name, [E] float64
     each."""
     num = sampled.num_generations
@@ -157,8 +158,9 @@ def model_scores(
 
     # A dropped sample does not count; an example without samples has no reward.
     num = sampled.num_generations
-    scores |= scores_of_samples(sampled, powers_up_to(num))
+    scores |= _scores_of_samples(sampled, powers_up_to(num))
     rewards_EN = sampled.rewards.reshape(-1, num)
+    # a failed reward is no 0
     kept_EN = ~np.isnan(rewards_EN)
     total_E = np.where(kept_EN, rewards_EN, 0.0).sum(axis=1)
     count_E = kept_EN.sum(axis=1)

@@ -62,10 +62,6 @@ class ExperienceSource(Protocol):
         ...
 
 
-# the result of collecting: the batch, metrics, and the graded completions if there are any
-Collected = tuple[Batch, Metrics, Graded | None]
-
-
 class FreshExperience:
     """Completions are sampled once in algorithm.updates_per_rollout updates, with the current
     weights (or as rollout.overlap has it); in between, the same batch is handed out again, or the
@@ -76,12 +72,14 @@ class FreshExperience:
         self._learner = learner
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
-        self._collected: Collected | None = None
+        # the result of collecting: the batch, metrics, and the graded completions if there are any
+        self._collected: tuple[Batch, Metrics, Graded | None] | None = None
         self._held: Experience | None = None
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
         learner = self._learner
+        # SFT without evaluations samples nothing
         if not learner.resolved.has_rollouts and learner.overlap is None:
             return
         self._session.console.busy("compiling the sampler…")
@@ -90,13 +88,41 @@ class FreshExperience:
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
+        session = self._session
+        task = session.task
+        resolved = self._learner.resolved
+        overlap = self._learner.overlap
         updates = self._algorithm.updates_per_rollout
         parts = self._needs.mini_batches
         update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
-            # Collect: examples of the task, completions of the policy, rewards, advantages.
+            # Draw: what was sampled beside earlier updates, or the examples of all rounds.
+            if update == 0 and overlap is not None:
+                drawn = overlap.draw(step, self._learner.policy, task, params)
+                policy, task, examples, example_metrics = drawn
+            elif update == 0:
+                policy = self._learner.policy
+                num_prompts = resolved.batch.prompts * self._needs.mini_batches
+                examples = []
+                dropped = 0
+                for r in range(self._needs.rounds):
+                    # Later rounds are of other shuffles, so that the first one goes through the
+                    # data in the same order whether others follow or not.
+                    seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
+                    more, unfit = task.batch(num_prompts, seed, step // updates)
+                    examples += more
+                    dropped += unfit
+                example_metrics = {"prompts/dropped": dropped} if task.leaves_out else {}
+
+            # Collect: completions of the policy, rewards, advantages.
             if update == 0:
-                self._collected = self._collect(step, step // updates, params)
+                # by step, so that a run that resumes draws what it would have drawn
+                key = jax.random.fold_in(self._learner.seed_key, step)
+                batch, metrics, graded = self._algorithm.collect(
+                    policy, task, params, examples, key
+                )
+                self._collected = batch, metrics | example_metrics, graded
+
             # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
             # mini-batch, or without mini-batches the whole batch.
             if update == 0 or parts > 1:
@@ -105,7 +131,7 @@ class FreshExperience:
                     rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
                     graded = None if graded is None else chosen_completions([graded], rows)
                     batch = jax.tree.map(lambda x: x[rows], batch)
-                laid_out, _ = self._session.parts.rows.lay_out(batch)
+                laid_out, _ = resolved.rows.lay_out(batch)
                 self._held = Experience(laid_out, batch, metrics, graded, updates)
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
@@ -133,30 +159,3 @@ class FreshExperience:
                 settings.temperature,
                 progress,
             )
-
-    def _collect(self, step: int, rollout: int, params: Params) -> Collected:
-        session = self._session
-        overlap = self._learner.overlap
-        task = session.task
-
-        # What was sampled beside earlier updates, or the examples of all rounds. Those of later
-        # rounds are of other shuffles, so that the first one goes through the data in the same
-        # order whether others follow or not.
-        if overlap is not None:
-            drawn = overlap.draw(step, self._learner.policy, task, params)
-            policy, task, examples, example_metrics = drawn
-        else:
-            policy = self._learner.policy
-            num_prompts = session.parts.batch.prompts * self._needs.mini_batches
-            examples = []
-            dropped = 0
-            for r in range(self._needs.rounds):
-                seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                more, unfit = task.batch(num_prompts, seed, rollout)
-                examples += more
-                dropped += unfit
-            example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
-
-        key = jax.random.fold_in(self._learner.seed_key, step)
-        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | example_metrics, graded

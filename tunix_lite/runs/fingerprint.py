@@ -56,6 +56,7 @@ def fingerprint(
     model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
     training = run.training
     evaluation = plain(run.evaluation)
+    # how often a run looks changes nothing of what it learns
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
     for reward in task["rewards"].values():
@@ -152,6 +153,7 @@ def _digests_of_code(settings: Plain) -> dict[str, str]:
     if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
         return {}
     name = settings.rpartition(".")[0]
+    # a class in a class: the module is what was imported
     while name and name not in sys.modules:
         name = name.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -45,6 +45,7 @@ class InFlight:
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
+        # an empty list would become float64
         types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS
         return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
 
@@ -66,6 +67,7 @@ class InFlight:
         ):
             raise ValueError("lengths and reasons are out of range")
 
+        # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
         values = {name: np.split(arrays[name], ends)[: lengths.size] for name in OF_TOKENS}
         completions = [
@@ -139,6 +141,7 @@ class ConversationsInFlight:
             if arrays[name].shape or arrays[name].dtype.kind not in "iu":
                 raise ValueError(f"`{name}` is {arrays[name].dtype} of {arrays[name].shape}")
         for name, dtype in types.items():
+            # two clock readings a row
             rows_shape = (*shape[:1], 2) if name == "seconds" else shape[:1]
             expected = shape if name in OF_ROLLOUT else rows_shape
             array = arrays[name]
@@ -148,23 +151,21 @@ class ConversationsInFlight:
                     f"{expected}"
                 )
         conversations = np.empty(shape[0], object)
-        conversations[:] = conversations_from(arrays["conversations"].tobytes(), shape)
+        conversations[:] = _conversations(arrays["conversations"].tobytes(), shape)
         rollout = Rollout(
             conversations=conversations, **{name: arrays[name] for name in types}
         )
         return cls(int(arrays["step"]), int(arrays["version"]), rollout)
 
 
-def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
+def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
     """Rebuilds the conversations of a rollout of so many rows and columns. Raises ValueError for a
     text that `ConversationsInFlight.as_arrays` does not make."""
     try:
         conversations = [
             Conversation(
                 [
-                    SampledTurn(
-                        int(turn["begin"]), int(turn["end"]), reply_from(turn["reply"])
-                    )
+                    SampledTurn(int(turn["begin"]), int(turn["end"]), _reply(turn["reply"]))
                     for turn in one["turns"]
                 ],
                 one["ended"],
@@ -177,6 +178,7 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
     if len(conversations) != shape[0]:
         raise ValueError(f"`conversations` has {len(conversations)} and not {shape[0]}")
     for one in conversations:
+        # turns follow one another, or advantages would go to wrong tokens
         places = [place for turn in one.turns for place in (turn.begin, turn.end)]
         if (
             not places
@@ -189,11 +191,12 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
     return conversations
 
 
-def reply_from(fields: dict) -> TurnReply:
+def _reply(fields: dict) -> TurnReply:
     """An answer of an environment. Raises TypeError for fields or types that it does not have."""
     reply = TurnReply(**fields)
     for name, default in asdict(TurnReply()).items():
         value = getattr(reply, name)
+        # JSON writes 1.0 as 1
         kind = (int, float) if isinstance(default, float) else type(default)
         if not isinstance(value, kind):
             raise TypeError(f"{name} is {value!r}")

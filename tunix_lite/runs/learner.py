@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import optax
 
+from tunix_lite.algorithms.algorithm import Comparer, Rescorer, Scorer
 from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.types import Params, RowBatch, TrainState
+from tunix_lite.basics.types import Batch, Params, RowBatch, TrainState
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.parallel.compiling import compiled_together
+from tunix_lite.parallel.compiling import compiled_together, stopwatch
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.rollout import memory
@@ -26,7 +27,6 @@ from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
-from tunix_lite.runs.throughput import timed
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
@@ -121,7 +121,7 @@ def build_learner(session: Session) -> Learner:
         reference = reference_of(
             session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
-    state, skipped = state_at_start(parts, optimizer_of(resolved), params, console)
+    state, skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
 
     # The algorithm's frozen models, such as a teacher.
     frozen_models = {}
@@ -143,19 +143,21 @@ def build_learner(session: Session) -> Learner:
         resolved.rollouts,
     )
     console.say(f"sampling: {resolved.slots} slots, {why}")
+    # the sampler and the plan must speak of the same copy
     resolved = replace(resolved, sampling_weights=sampling_weights)
 
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
     policy = policy_of(resolved, sampler, reference, frozen_models)
+    # between two chunks a rollout can be given up, and the state is whole
     between_chunks = session.stopping.check_between_chunks
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     return Learner(
         state=state,
         frozen=frozen,
-        policy=timed(watched, seconds),
+        policy=_timed(watched, seconds),
         train_step=parts.train_step or train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
@@ -167,7 +169,7 @@ def build_learner(session: Session) -> Learner:
     )
 
 
-def state_at_start(
+def _state_at_start(
     parts: Parts, optimizer: optax.GradientTransformation, params: Params, console: Console
 ) -> tuple[TrainState, int]:
     """Returns (state, updates in a row that were skipped until then); with other settings than the
@@ -185,6 +187,7 @@ def state_at_start(
     # The newest checkpoint, in the place of what was loaded.
     shapes = shapes_of(TrainState(step, params, opt_state_shapes(optimizer, params)))
     for loaded in jax.tree.leaves((step, params)):
+        # before the checkpoint comes: both together may not fit
         loaded.delete()
     checkpoints = Checkpoints(parts.resume_from)
     loading = BytesProgress(console, "loading", f"a checkpoint of {parts.resume_from}")
@@ -192,6 +195,7 @@ def state_at_start(
         state = checkpoints.restore(shapes)
         number = int(state.step)
         is_other_run = run.resume.force and parts.differs
+        # other settings may be the remedy, so they begin with a clean count
         skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(number)
 
     # What there is to know about it.
@@ -209,3 +213,38 @@ def state_at_start(
             style="red",
         )
     return state, skipped
+
+
+# the name of the comparer among the scorers
+TEACHER = "teacher"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A scorer that adds the seconds of each call to `seconds`, under the name of a metric.
+    Example: _Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
+
+    name: str
+    scorer: Scorer | Comparer | Rescorer
+    seconds: Counter
+
+    def __call__(self, *arguments: Params | Batch) -> np.ndarray | Batch:
+        elapsed = stopwatch()
+        scored = self.scorer(*arguments)
+        self.seconds[self.name] += elapsed()
+        return scored
+
+    def compiled(self, *arguments: Params | RowBatch) -> jax.stages.Compiled:
+        return self.scorer.compiled(*arguments)
+
+
+def _timed(policy: Policy, seconds: Counter) -> Policy:
+    """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
+    scorers = {}
+    for name, scorer in policy.scorers.items():
+        scorers[name] = _Timed(f"time/{name}", scorer, seconds)
+    rescore = _Timed("time/rescore", policy.rescore, seconds)
+    compare = policy.compare
+    if compare is not None:
+        compare = _Timed(f"time/{TEACHER}", compare, seconds)
+    return replace(policy, scorers=scorers, rescore=rescore, compare=compare)

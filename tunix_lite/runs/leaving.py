@@ -63,7 +63,19 @@ class Unfinished:
             )
             is_shared = any(isinstance(one, SharedError) for one in _behind(error))
             may_save &= jax.process_count() == 1 or is_shared
-            if may_save and not is_of_the_machine(error, self.run_dir.path):
+            # Where devices, memory, the disk or another process failed, saving may hang; and a
+            # state that is not finite, or of a wrong sampler, is not worth it.
+            kinds = (
+                jax.errors.JaxRuntimeError,
+                MemoryError,
+                FloatingPointError,
+                SamplerFault,
+            )
+            may_save &= trouble(error, self.run_dir.path) is None
+            may_save &= not any(
+                isinstance(one, kinds) or is_of_a_peer(one) for one in _behind(error)
+            )
+            if may_save:
                 try:
                     self.log_pending()
                     self._save_new()
@@ -81,15 +93,6 @@ class Unfinished:
         self.wait()
 
 
-def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Returns whether the error comes from devices, memory, the run's disk, another process, a
-    wrong sampler, or numbers that are not finite."""
-    kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError, SamplerFault)
-    return trouble(error, folder) is not None or any(
-        isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
-    )
-
-
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -105,6 +108,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     if start and evaluation.num_examples and due:
         rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
+    # the first process writes the file, and others may not see it
     row = allgather_values(row)[0]
     if row is None or "eval/accuracy" in row:
         return None

@@ -157,6 +157,7 @@ class PartialRollouts:
         of_groups = [one.group for one in taken[:: self._generations]]
         examples = [self._batches.examples(of)[p] for of, p in of_groups]
         example_metrics = self._batches.dropped(new_steps)
+        # examples of steps that are over would stay for ever
         self._batches.forget({one.step for one in left})
         generation = self._sampler.generation
         in_order = [prompts[group] for group in of_groups]
@@ -164,8 +165,10 @@ class PartialRollouts:
         if self._behind:
             metrics |= _staleness_metrics(rollout, step)
         else:
+            # nothing can be carried where all that is drawn is taken
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
+        # the algorithm samples as ever, and gets what is there already
         drawn = _handed_out(policy, rollout.replace(metrics=metrics))
         return drawn, task, examples, example_metrics
 
@@ -221,6 +224,7 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
         on_finished: Callable[[int, Any], None] | None = None,
         partner: Any = None,
     ) -> Rollout:
+        # it was sampled before the algorithm asked, so it cannot be another one
         if len(prompts) * num_generations != len(rollout.tokens):
             raise ValueError(
                 "this algorithm samples something else than a group of each prompt; it needs "
@@ -338,6 +342,7 @@ class OneStepOffPolicy:
         self._began = step
         held = self._before or self._start_rollout(step, step, policy, params)()
         following = step + self._updates
+        # before the update, which donates the weights that it samples with
         self._under_way = self._start_rollout(following, step, policy, params)
         examples = self._batches.examples(step)
         self._batches.forget({following})

@@ -28,6 +28,7 @@ class Profile:
         """Writes communication.md: the bytes that this compiled update sends over the mesh."""
         if self.folder is None:
             return
+        # read from the program itself, so that it is what runs
         ops = collectives(compiled.as_text(), dict(mesh.shape))
         sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         lines = ["# What one update sends", ""]

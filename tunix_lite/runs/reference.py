@@ -49,8 +49,32 @@ def find_reference(
     if not run.algorithm.needs.reference:
         return None
     if resume_from == run_dir.checkpoints:
-        if run_dir.reference.is_file():
-            return _read(run_dir)
+        file = run_dir.reference
+        if file.is_file():
+            # An earlier start has decided which it is.
+            folder = run_dir.kept_reference
+            begin = (
+                f"resume={run_dir.path} with another hydra.run.dir goes on with its newest "
+                "checkpoint as the reference"
+            )
+            try:
+                content = read_object(file)
+                text = content.get("reference")
+                step = content.get("kept", "")
+                if not isinstance(text, str) or (step is not None and type(step) is not int):
+                    raise ValueError(
+                        f"{file} holds reference={shown(text)} and kept={shown(step)}, which are "
+                        "not a text and a step"
+                    )
+            except ValueError as error:
+                raise ValueError(f"{error}, so the reference is not known; {begin}") from error
+            text = escaped(text, LONGEST)
+            if step is not None and step not in Checkpoints(folder).steps():
+                raise ValueError(
+                    f"{folder / shown(step)} is gone, which held the reference of the run "
+                    f"({text}); {begin}"
+                )
+            return Reference(text, step, is_new=False)
         if not run.resume.force:
             named = _of_the_settings(run.model, model).words
             raise ValueError(
@@ -79,33 +103,6 @@ def _of_the_settings(settings: ModelConfig, model: FoundModel) -> Reference:
     return Reference(f"the base with the adapters of {settings.lora.adapter}", kept=0)
 
 
-def _read(run_dir: RunDir) -> Reference:
-    file = run_dir.reference
-    folder = run_dir.kept_reference
-    begin = (
-        f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as "
-        "the reference"
-    )
-    try:
-        content = read_object(file)
-        description = content.get("reference")
-        step = content.get("kept", "")
-        if not isinstance(description, str) or (step is not None and type(step) is not int):
-            raise ValueError(
-                f"{file} holds reference={shown(description)} and kept={shown(step)}, which are "
-                "not a text and a step"
-            )
-    except ValueError as error:
-        raise ValueError(f"{error}, so the reference is not known; {begin}") from error
-    description = escaped(description, LONGEST)
-    if step is not None and step not in Checkpoints(folder).steps():
-        raise ValueError(
-            f"{folder / shown(step)} is gone, which held the reference of the run ({description}); "
-            f"{begin}"
-        )
-    return Reference(description, step, is_new=False)
-
-
 def reference_of(
     run_dir: RunDir,
     chosen: Reference | None,
@@ -122,6 +119,7 @@ def reference_of(
         return None
     copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
     if model.lora:
+        # a copy, since the update donates what trains
         copied = partial(jax.tree.map, jnp.copy)
     if chosen.kept is None:
         trained = None if model.lora else copied(params)

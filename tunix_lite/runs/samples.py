@@ -23,7 +23,16 @@ def keep_samples(
 ) -> list[dict[str, Any]]:
     """Writes all completions of a step, and shows so many of them, from best to worst. Returns the
     lines written. batch: what the step learned from, which has their advantages."""
-    rows = sample_rows(graded, advantages_of(graded, batch))
+    # A batch has an advantage for each completion, the mean over its tokens where they differ,
+    # unless its sequences are others.
+    advantages_B = None
+    rollout = graded.rollout
+    if batch is not None and batch.advantages is not None and rollout is not None:
+        mask_BT = np.asarray(rollout.completion_mask)
+        if np.array_equal(batch.tokens, rollout.tokens):
+            advantages_BT = np.asarray(batch.advantages, np.float64)
+            advantages_B = _means_over_tokens(advantages_BT, mask_BT)
+    rows = sample_rows(graded, advantages_B)
     run_dir.write_samples(step, rows)
     console.samples(from_best_to_worst(rows, num_shown))
     return rows
@@ -34,6 +43,7 @@ def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
     belong to a model."""
     named = {field.name: getattr(batch, field.name) for field in fields(batch)}
     streams = named.pop("streams")
+    # a teacher's table would be larger than all the rest
     del named["constants"]
     named |= {f"streams.{name}": value for name, value in streams.items()}
     return {name: np.asarray(value) for name, value in named.items() if value is not None}
@@ -96,6 +106,7 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
     spans are places among them, [begin, end)."""
     one = rollout.conversations[i]
     token_mask_T = np.asarray(rollout.token_mask)[i]
+    # the file counts from the prompt on, since padding is no part of a conversation
     first = one.turns[0].begin
     turns = []
     for turn in one.turns:
@@ -113,20 +124,6 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
         turns.append(row)
     tokens = np.asarray(rollout.tokens)[i, first:][token_mask_T[first:]]
     return {"turns": turns, "ended_by": one.ended, "all_tokens": tokens.tolist()}
-
-
-def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
-    """[B] float64: the advantage of each completion, the mean over its tokens where they differ.
-    None if the batch has none, or if its sequences are not these completions."""
-    rollout = graded.rollout
-    if batch is None or batch.advantages is None or rollout is None:
-        return None
-    mask_BT = np.asarray(rollout.completion_mask)
-    if np.shape(batch.tokens) != mask_BT.shape or not np.array_equal(
-        batch.tokens, rollout.tokens
-    ):
-        return None
-    return _means_over_tokens(np.asarray(batch.advantages, np.float64), mask_BT)
 
 
 def advantage_metrics(batch: Batch) -> Metrics:

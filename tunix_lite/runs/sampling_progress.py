@@ -49,7 +49,7 @@ class SamplingClock:
         return max(0.0, left - since)
 
 
-class SamplingProgress:
+class SamplingProgress(Progress):
     """Follows one rollout after another, and says how far they are. Example: `with
     SamplingProgress(StandardError(), [32]) as progress:`, then `generate(...,
     on_chunk=progress.on_chunk)`."""
@@ -62,16 +62,9 @@ class SamplingProgress:
     ):
         """rollouts: how many completions each one samples. patience: as of a Progress."""
         self.clock = SamplingClock(sum(rollouts))
-        self.line = Progress(output, self.text, self._text_at_end, patience)
+        super().__init__(output, self.text, self._text_at_end, patience)
         self._compiled_before = compile_seconds()
         self._is_rate_said = False
-
-    def __enter__(self) -> "SamplingProgress":
-        self.line.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.line.__exit__(*error)
 
     def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
         """Takes a chunk of the rollout, as make_generate gives it."""
@@ -79,10 +72,10 @@ class SamplingProgress:
         self.clock.take(requests)
         compiled = compile_seconds() - self._compiled_before
         if not has_begun and compiled >= 1:
-            self.line.say(f"compiled the sampler in {seconds_in_words(compiled)}")
+            self.say(f"compiled the sampler in {seconds_in_words(compiled)}")
         if not self._is_rate_said and 0 < self.clock.num_ended < self.clock.total:
             self._is_rate_said = True
-            self.line.now()
+            self.now()
 
     # ---- in words
 

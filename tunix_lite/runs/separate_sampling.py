@@ -76,6 +76,7 @@ class SeparateSampling:
                 stepwise=True,
                 **answers,
             )
+        # the update donates them, and a name here would keep them alive
         del params
         while True:
             # The programs of each step find the mesh; in between, the mesh that learns is current.
@@ -101,6 +102,8 @@ class SeparateSampling:
             copies[i] if leaf is before[i] else jax.device_put(leaf, shardings[i])
             for i, leaf in enumerate(leaves)
         ]
+        # Without a frozen part every array is new in each rollout, and keeping the last would only
+        # take memory.
         if self.has_frozen:
             self._copied = leaves, copies
         return treedef.unflatten(copies)

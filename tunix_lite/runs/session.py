@@ -91,6 +91,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     written any more; any other error as it is."""
     job = job or Job()
     began = job.began or time.time()
+    # before anything is written or shown
     hide_users_of_urls(plain(run))
 
     # Checks: whatever the settings get wrong ends here.
@@ -101,7 +102,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
-    with explained(), open_console(run, run_dir) as console:
+    with explained(), _open_console(run, run_dir) as console:
         if run.training.micro_batch_size == "auto":
             with compiling(console, "updates, to choose training.micro_batch_size"):
                 resolved, train_step = choose_micro_batch(parts.resolved, console.say)
@@ -132,6 +133,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             workers = parts.task.with_workers(
                 run.rewards, console.say, processes, run.conversation
             )
+            # closed with the run, or their processes would stay
             session.task = session.closing.enter_context(workers)
             yield session
         job.stopped = status.stopped
@@ -155,7 +157,7 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
+def _open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
     run_dir.path.mkdir(parents=True, exist_ok=True)
     # Of several processes one may end another from compiled code: its last words stay visible.
@@ -192,6 +194,7 @@ def _failed(session: Session, error: BaseException) -> None:
     # While a run is loading, status.json stays what an earlier start wrote.
     if not session.status.started:
         return
+    # a person who pressed Ctrl-C twice knows why it ended
     word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     # The disk may be what failed: then the error under way says more than a second one.
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
-from tunix_lite.learner.optim import learning_rate_at, num_updates
+from tunix_lite.learner.optim import learning_rates, num_updates
 from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
 from tunix_lite.planning import report
@@ -26,6 +26,7 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
+from tunix_lite.planning.flops import Throughput
 from tunix_lite.planning.hardware import of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.learner import Learner
@@ -47,7 +48,6 @@ from tunix_lite.runs.samples import (
 )
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
-from tunix_lite.runs.throughput import Throughput
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
@@ -129,14 +129,17 @@ class Watch:
             self.num_tokens = RunDir(earlier.parent).last_number(
                 "train/num_tokens", self.start
             )
-        self.trackers = open_trackers(session, self.start, is_measured=missing is None)
+        self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 
-        # The profiler, and what the seconds of a step are set against.
+        # The rate of each update, the profiler, and what the seconds of a step are set against.
+        optimizer = learner.resolved.optimizer
+        self.learning_rate = learning_rates(optimizer, run.training.max_steps)
         is_profiled = run.training.profile_communication and run_dir.is_first
         num_steps = run.training.max_steps - self.start
         self.profile = Profile(run_dir.path if is_profiled else None, num_steps)
         closing.callback(self.profile.close)
         model = session.parts.model
+        # the mesh may take only some of the machine
         devices = session.parts.mesh.devices
         adapters = num_adapters(model)
         peaks = of_device(devices.flat[0])
@@ -153,6 +156,7 @@ class Watch:
             self.checkpoints.wait,
             self.start,
         )
+        # entered last, so left first: what it saves needs all that was opened before
         closing.enter_context(self.unfinished.kept(session.stopping))
 
     def before(self, state: TrainState) -> None:
@@ -188,6 +192,7 @@ class Watch:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
+        # they are counted by step
         self.learner.seconds.clear()
         console = self.session.console
         if number == self.start:
@@ -266,7 +271,8 @@ class Watch:
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
         self.check_sampler(done, metrics)
-        metrics |= self.observed(done)
+        if session.run.tracking.observers:
+            metrics |= self.observed(done)
         last = session.run.training.max_steps
         if is_due(done.step, session.run.evaluation.interval_steps, last):
             metrics |= self.evaluated()
@@ -274,6 +280,7 @@ class Watch:
         self.unfinished.log_pending()
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
+        # a save that failed in the background is an error now, and not at the end of the run
         self.checkpoints.check()
         heartbeat(f"step {done.step}")
         reason = None
@@ -300,7 +307,8 @@ class Watch:
 
     def numbers(self, done: StepDone) -> Metrics:
         """The metrics of a step: of collecting, of the update, and of the clock."""
-        run = self.session.run
+        # a copy: the experience may be handed out again, and its metrics must stay those of
+        # collecting
         metrics = dict(done.experience.metrics)
         metrics |= {name: float(value) for name, value in done.learned.items()}
 
@@ -315,13 +323,12 @@ class Watch:
         # What was learned from, as far as a rollout has not been looked at before.
         if done.experience.metrics:
             metrics |= advantage_metrics(done.experience.batch)
+        # prompts too: they are computed as well
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
         metrics["train/num_tokens"] = self.num_tokens
 
         # The learning rate of this update, and where the time went.
-        metrics["train/learning_rate"] = learning_rate_at(
-            self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
-        )
+        metrics["train/learning_rate"] = self.learning_rate(self._updates_before)
         metrics |= self.learner.seconds | self._seconds
         metrics |= self.throughput.metrics(
             done.experience.batch, metrics["time/update"], metrics["time/step"]
@@ -346,6 +353,7 @@ class Watch:
                             f"{key!r} is not the name of a metric of yours: part/name, and the "
                             f"part is none of {', '.join(OUR_PARTS)}"
                         )
+                    # an observer may give a number of numpy or jax
                     number = np.asarray(value)
                     if number.shape or not np.issubdtype(number.dtype, np.number):
                         raise ValueError(f"{key} is {type(value).__name__}; give one number")
@@ -374,6 +382,7 @@ class Watch:
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
+            # the table of settings should not scroll away
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(rows, with_rewards=True)
@@ -445,7 +454,7 @@ class Watch:
         self.unfinished.on_disk = int(self.state.step)
 
 
-def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
+def _open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
     is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
     RunFailed, naming the tracker of the settings that cannot be opened."""

@@ -139,6 +139,7 @@ class ApiAnswer:
     ) -> dict:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         prompt = self.call.prompts[index // self.call.body.n]
+        # the prompt is said once, with the first piece
         begins = is_first or not of_stream
         text = piece.text
         if not self.call.is_chat:
@@ -157,31 +158,30 @@ class ApiAnswer:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             if piece.calls:
                 choice["message"] |= {"content": text or None, "tool_calls": piece.calls}
-        choice["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
-        if self.call.body.return_token_ids:
-            choice["token_ids"] = piece.tokens
-            if begins:
-                choice["prompt_token_ids"] = prompt
-        return choice
-
-    def _logprobs(self, piece: Piece) -> dict:
-        if self.call.is_chat:
+        choice["logprobs"] = None
+        if self.call.logprobs and self.call.is_chat:
             rows = zip(piece.tokens, piece.logprobs, piece.top)
             content = [
                 self._token(token, value)
                 | {"top_logprobs": [self._token(*likely) for likely in likeliest]}
                 for token, value, likeliest in rows
             ]
-            return {"content": content, "refusal": None}
-        texts = [self._text(token) for token in piece.tokens]
-        top = [{self._text(token): value for token, value in row} for row in piece.top]
-        return {
-            "tokens": texts,
-            "token_logprobs": piece.logprobs,
-            "top_logprobs": top if self.call.draw.top_logprobs else None,
-            # Where each text begins when they stand side by side.
-            "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
-        }
+            choice["logprobs"] = {"content": content, "refusal": None}
+        elif self.call.logprobs:
+            texts = [self._text(token) for token in piece.tokens]
+            top = [{self._text(token): value for token, value in row} for row in piece.top]
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": piece.logprobs,
+                "top_logprobs": top if self.call.draw.top_logprobs else None,
+                # Where each text begins when they stand side by side.
+                "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
+            }
+        if self.call.body.return_token_ids:
+            choice["token_ids"] = piece.tokens
+            if begins:
+                choice["prompt_token_ids"] = prompt
+        return choice
 
     def _token(self, token: int, logprob: float) -> dict:
         text = self._text(token)

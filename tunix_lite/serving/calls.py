@@ -207,6 +207,7 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
     """Raises BadCall for texts that cannot be short enough: a tokenizer takes long to read them."""
     most = max(limits.max_prompt_length * tokenizer.longest_token, _FREE_BYTES)
     size = 0
+    # no recursion: a client may nest as deep as it likes
     left = [texts]
     while left:
         one = left.pop()

@@ -32,6 +32,7 @@ def read(kind: type[T], body: object, name: str | None = None) -> T:
     values = {}
     for one in dataclasses.fields(kind):
         value = body.get(one.name)
+        # clients write null for what they do not set
         is_needed = one.default is one.default_factory is dataclasses.MISSING
         if value is not None or is_needed:
             values[one.name] = _checked(one.name, value, hints[one.name], one.metadata)
@@ -42,6 +43,7 @@ def _checked(name: str, value: object, hint: object, metadata: Mapping) -> Any:
     if isinstance(hint, UnionType):
         if value is None:
             return None
+        # of `int | None` the int
         [hint] = [kind for kind in get_args(hint) if kind is not NoneType]
     kind = get_origin(hint) or hint
     if kind is Any:

@@ -116,6 +116,7 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
         f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
         "update"
     )
+    # a shard with fewer sequences would wait for the others
     if batch.sequences % fsdp:
         least = fsdp // math.gcd(G, fsdp)
         raise ConfigError(
@@ -205,6 +206,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
         shape = replace(shape, prefix_columns=prompt * (1 + more_prompts))
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
     parts, rows_per_part = _parts(settings, batch.fsdp, shape, most)
+    # at last: what narrows compiles more programs, and changes no row
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
 
@@ -218,6 +220,7 @@ def _parts(
     settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int
 ) -> tuple[int, int]:
     """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
+    # one row at least, however wide it is
     at_once = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
     every = settings.sync_gradients_every
     parts = -(-num_rows // (at_once * fsdp * every)) * every

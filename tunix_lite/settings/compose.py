@@ -199,6 +199,7 @@ def explain(
         is_added = text.startswith("+") and key not in groups
         if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
             return f"{text} needs a package that is not installed: pip install -e '.[{extra}]'"
+        # Hydra explains its own, and what is added has no right spelling
         if key.startswith(("hydra.", "hydra/")) or is_added:
             continue
         value = override.value() if key in groups else text.partition("=")[2]

@@ -414,6 +414,7 @@ def _check_overlap(run: RunConfig) -> None:
     algorithm = run.algorithm
     updates = algorithm.updates_per_rollout
     staleness = run.rollout.max_staleness
+    # the algorithm alone knows whether it may learn from older weights
     stale = algorithm.needs.fresh
     reasons = {
         "the algorithm learns from demonstrations, and nothing is sampled": (
@@ -453,7 +454,14 @@ def build(kind: Kind, value: object, where: str = "") -> Any:
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:
-        _check_mesh_form(value, where)
+        # A run's model.json was read before, so its lists are tuples.
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        lists = is_pair and all(isinstance(part, list | tuple) for part in value)
+        if not lists or any(name not in AXES for name in value[1]):
+            wrong = "the axes are fsdp and tp"
+            if not lists:
+                wrong = f"expected two lists, got {shown(value)}"
+            raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
 
@@ -517,17 +525,6 @@ def _path(named: type | Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _check_mesh_form(value: object, where: str) -> None:
-    """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
-    # A run's model.json was read before, so its lists are tuples.
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    lists = is_pair and all(isinstance(part, list | tuple) for part in value)
-    if lists and all(name in AXES for name in value[1]):
-        return
-    wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
-    raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
-
-
 def _expect_type(kind: type, value: object, where: str) -> Any:
     """The value, if it is of this very type. Raises ConfigError."""
     if type(value) is not kind and not (kind is list and type(value) is tuple):
@@ -540,6 +537,7 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
     fields = [field for field in dataclasses.fields(kind) if field.init]
     _refuse_unknown(values, [field.name for field in fields], where)
     empty = dataclasses.MISSING
+    # said here by name: Python would speak of an __init__
     required = [f.name for f in fields if f.default is empty and f.default_factory is empty]
     missing = ", ".join(name for name in required if name not in values)
     if missing and where:

@@ -74,6 +74,7 @@ def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) 
     overrides = []
     others = []
     for text, value in flags:
+        # the value may stand behind a space or a sign
         typed = re.split("[ =]", text)[0]
         name = typed.lstrip("-").replace("-", "_")
         hint = _meant(name, value, known) or Hint((), "there is no such setting")
@@ -93,6 +94,7 @@ def _meant(name: str, value: str, known: list[str]) -> Hint | None:
         return Hint((), "a YAML file of yours is --config-dir FOLDER --config-name NAME")
     if name in known:
         return foreign_value(name, value) or Hint((f"{name}={value}",))
+    # a group of settings, of which an option is chosen
     if any(key.startswith(f"{name}.") for key in known) and options_of(name):
         return _option_meant(name, value)
     hint = translated(name, value, known)

@@ -119,6 +119,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     if family:
         return Hint((), family)
     # The longest name first: rollout.n is known, n is not.
+    # other projects nest their settings, and may nest them in another way
     parts = name.split(".")
     for start in range(len(parts)):
         each, is_ours = _index().get(".".join(parts[start:]), (None, False))
@@ -158,6 +159,7 @@ def _fitting(
     # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""
     in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
+    # there the same word means another thing
     is_elsewhere = section in _STRICT and overrides and not in_place
     if is_elsewhere or not (overrides or each.note):
         return None

@@ -70,6 +70,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
             copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype)
             shardings = jax.tree.map(lambda x: x.sharding, params)
             reference = placed(jax.eval_shape(copy, params), shardings)
+        # the reference then begins with other adapters than those that train
         if resolved.copies_adapters:
             reference = acting_params(frozen, params, resolved.lora)
 
@@ -111,6 +112,7 @@ def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
 
 
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
+    # no batch is wider
     longest = sum(resolved.lengths)
     return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
 
@@ -155,6 +157,7 @@ def policy_of(
     # Compared with a teacher: the update needs no more than what travels with the batch. Where the
     # teacher is loaded, its table stays where it is, on the mesh.
     policy = replace(policy, scores=with_divergence(policy.scores, teacher))
+    # a plan loads no weights, and needs the program alone
     if frozen_models is None:
         return policy
     name = teacher.comparison.model

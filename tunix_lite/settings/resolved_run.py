@@ -151,6 +151,7 @@ class ResolvedRun:
         rollouts = []
         algorithm = self.run.algorithm
         if not algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
+            # one rollout is for all of its mini-batches
             prompts = self.batch.prompts * algorithm.needs.mini_batches
             rollouts.append((prompts, algorithm.num_generations))
         if count := self.run.evaluation.num_examples:
@@ -195,6 +196,7 @@ class ResolvedRun:
         if shape is None:
             return None
         sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+        # there, sampling has no devices beside its own
         rollout = replace(self.run.rollout, mesh_shape=None)
         evaluation = replace(self.run.evaluation, num_examples=0)
         run = replace(self.run, rollout=rollout, evaluation=evaluation)
@@ -256,6 +258,7 @@ class ResolvedRun:
         """Returns whether the reference has adapters of its own, as training begins."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
+        # fresh adapters add nothing, so the base is the reference without a copy
         needs_them = self.needs.reference and self.lora is not None
         return needs_them and (has_adapter or has_checkpoint)
 
@@ -351,6 +354,7 @@ def resolve_run(
     is_attached: whether devices of this platform are there, so that a kernel which is asked for by
     name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
     None: as settings and files of this machine have them."""
+    # choosing means resolving each packing, so it cannot happen in here
     if run.training.packing == "auto":
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
@@ -373,6 +377,7 @@ def resolve_run(
             try:
                 check_model_divides(run, cfg, lora, sizes)
             except ValueError as error:
+                # the message was made for the mesh that learns
                 text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
                 raise ValueError(text) from error
         with error_context("rollout"):
@@ -419,6 +424,7 @@ def resolve_run(
             theirs = frozen_cfgs and frozen_cfgs[name]
             theirs = theirs or find_model(settings.as_model())[0]
             table = stored_table(decoder.weights(theirs), settings.storage)
+            # a plan has the sizes of a mesh, and no devices for one
             shape = SimpleNamespace(shape=mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
             total = settings.max_prompt_length or run.generation.max_prompt_length
@@ -428,6 +434,7 @@ def resolve_run(
                     f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
                     f"max_prompt_length + generation.max_new_tokens is {total}"
                 )
+            # a teacher may have heads that a kernel cannot take
             chosen, _ = _choose_attention(run, theirs, rows, platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
@@ -447,6 +454,7 @@ def with_defaults(
     why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
     the precision."""
     num_params = weights.num_params(decoder.weights(cfg))
+    # adapters bear a rate that would ruin all weights
     trains = what_trains(lora is not None, num_params)
     learned = learns_from(run.algorithm.needs)
     reasons = {}
@@ -495,6 +503,7 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
             f"max_new_tokens={settings.max_new_tokens} = {total} tokens, and the model was made "
             f"for {cfg.max_positions}{longer if more > cfg.max_positions else ''}"
         )
+    # a setting that changes nothing is a mistake
     settings.check_fits(cfg.vocab_size)
     if settings.top_k >= cfg.vocab_size:
         raise ValueError(
@@ -556,6 +565,7 @@ def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
     """The values of micro_batch_size that this batch allows, the largest first."""
     per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
     every = run.training.sync_gradients_every
+    # others would leave a rest, and a micro-batch of another size is another program
     divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
     return [size for size in divisors if (per_shard // size) % every == 0]
 

@@ -146,6 +146,7 @@ class Mlflow(_Plug):
         if self.tracking_uri is not None:
             mlflow.set_tracking_uri(self.tracking_uri)
         mlflow.set_experiment(self.experiment or run.project)
+        # a run that resumes goes on in its own page
         known = run.tracker_id("mlflow")
         opened = mlflow.start_run(run_id=known, run_name=None if known else run.name)
         run.keep_id("mlflow", opened.info.run_id)
@@ -154,6 +155,7 @@ class Mlflow(_Plug):
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
                 for name, value in flat(run.settings)
             ]
+            # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(texts[begin : begin + _PARAMETERS_AT_ONCE]))
         return _MlflowRun(mlflow)

@@ -43,6 +43,7 @@ def check_data(
 ) -> None:
     """Raises ValueError for a datum that the model or the loss, which `needs` values, cannot
     take."""
+    # an empty sum would be a gradient of nothing
     if not data:
         raise ValueError("data is empty; give at least one Datum")
     for i, datum in enumerate(data):
@@ -61,6 +62,7 @@ def check_data(
                     raise ValueError(
                         f"datum {i}: {name}: these are numbers, not {array.dtype}"
                     )
+                # checked as float32: a larger float64 becomes infinite there
                 for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
                     raise ValueError(
                         f"datum {i}: {name}[{t}] is {array[t]}; it must be finite"
@@ -87,6 +89,7 @@ def _check_ids(name: str, ids: Sequence[int], length: int, vocab_size: int) -> N
 
 def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
     try:
+        # lists of different lengths make no array
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name}: this is no list of numbers ({error})") from error
@@ -117,9 +120,11 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
         width = min(_power_of_two(len(datum.tokens), LEAST_WIDTH), max_positions)
         by_width.setdefault(width, []).append(i)
     for width, indices in sorted(by_width.items()):
+        # memory grows with tokens, so wide rows come few at a time
         most = max(1, TOKENS_AT_ONCE // width)
         for start in range(0, len(indices), most * shards):
             chunk = indices[start : start + most * shards]
+            # a few short sequences take a program that others use too
             least = max(1, TOKENS_AT_LEAST // width)
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
 

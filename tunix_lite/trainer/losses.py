@@ -95,6 +95,7 @@ def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
     if not 0 <= values.get("beta", 0.0) < math.inf:
         raise ValueError(f"beta={values['beta']}; it must be 0 or more, and finite")
     low, high = (values.get(key, default) for key, default in CLIPPING.items())
+    # Bounds of a ratio that are the wrong way round would clip each token to nonsense.
     if not 0 <= low <= high < math.inf:
         raise ValueError(
             f"clip_low_threshold={low} and clip_high_threshold={high}; these are bounds of a "

@@ -41,26 +41,12 @@ def target_scores(
     meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     table_VD = decoder.output_table(params, cfg)
+    # A datum says its targets itself: they need not be the next tokens.
     targets_RW = batch.streams["targets"]
     scores = token_scores(hidden_RWD, table_VD, targets_RW, cfg.final_softcap, 1.0)
     return TokenScores(
         *(jnp.where(batch.token_mask, x_RW, jnp.zeros((), x_RW.dtype)) for x_RW in scores)
     )
-
-
-def gradient_program(step: TrainStep, params: Params) -> Gradients:
-    """(params, frozen, number of the update, batch in rows) -> (gradients, metrics), compiled.
-    params: such as it will get."""
-    places = jax.tree.map(lambda x: x.sharding, params)
-
-    def gradients(
-        params: Params, frozen: Params | None, number: jax.Array, batch: RowBatch
-    ) -> Sums:
-        grads, metrics = step.gradients(params, frozen, number, batch, places)
-        return widen(grads), metrics
-
-    options = options_of_mesh(step.compiler_options)
-    return jax.jit(gradients, out_shardings=(places, None), compiler_options=options)
 
 
 @jax.jit
@@ -74,6 +60,7 @@ def optimizer_of_client(
 ) -> optax.GradientTransformation:
     """The chain of these settings, with this learning rate; None: with their schedule over
     max_steps."""
+    # Clipping is always in the chain, so that the state of the optimizer is one for any setting.
     clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
     return make_optimizer(
         clipped, max_steps, table, None if rate is None else lambda count: rate
@@ -96,12 +83,19 @@ class TrainerPrograms:
 
     def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Gradients:
         """The gradients of a token loss. params: such as it will get."""
+        step = TrainStep(self.policy, loss, None, lora, self.seed)
+        places = jax.tree.map(lambda x: x.sharding, params)
+
+        def gradients(
+            params: Params, frozen: Params | None, number: jax.Array, batch: RowBatch
+        ) -> Sums:
+            grads, metrics = step.gradients(params, frozen, number, batch, places)
+            # in float32: calls add up, and bfloat16 would lose small ones
+            return widen(grads), metrics
 
         def make() -> Gradients:
-            settings = {"seed": self.seed, "compiler_options": self.compiler_options}
-            return gradient_program(
-                TrainStep(self.policy, loss, None, lora, **settings), params
-            )
+            options = options_of_mesh(self.compiler_options)
+            return jax.jit(gradients, out_shardings=(places, None), compiler_options=options)
 
         return self.once("gradients", (loss, lora, _shardings_of(params)), make)
 
@@ -144,6 +138,7 @@ class TrainerPrograms:
         kept = self.kept.setdefault(kind, OrderedDict())
         if key not in kept:
             kept[key] = make()
+        # the order is that of use
         kept.move_to_end(key)
         while len(kept) > MOST_KEPT:
             kept.popitem(last=False)

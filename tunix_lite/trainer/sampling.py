@@ -189,6 +189,7 @@ class SamplingEngine:
         vocab_size = self.model.cfg.vocab_size
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
+        # the engine calls in its own thread
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def on_tokens(new: NewTokens) -> None:
@@ -197,6 +198,7 @@ class SamplingEngine:
 
         sequences: dict[tuple[int, int], LiveSequence] = {}
         for p, (prompt, how) in enumerate(zip(prompts, settings)):
+            # what the model has positions for, whatever was asked
             room = self.model.cfg.max_positions - len(prompt)
             limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
             tokens = dict.fromkeys(how.stop_token_ids, "stop")

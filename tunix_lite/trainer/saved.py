@@ -57,6 +57,7 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
     if step in checkpoints.steps():
         raise ValueError(f"{folder} holds step {step} already; save to another folder")
     half = folder / HALF
+    # The kind is there before the checkpoint: weights whose kind nobody knows cannot be loaded.
     half.write_text(json.dumps(asdict(kind)) + "\n")
     os.replace(half, folder / KIND)
     if not kind.optimizer:
@@ -101,6 +102,7 @@ def read_kind(folder: Path) -> _SavedKind:
 def _check_kind(folder: Path, kind: _SavedKind, remedy: str) -> _SavedKind:
     """What the folder holds. Raises ValueError if this client's weights are of another kind."""
     saved = read_kind(folder)
+    # another optimizer is no obstacle: its state may be left out
     differ = [
         f"{name} is {shown(getattr(saved, name))} there and {shown(getattr(kind, name))} here"
         for name in ("model", "rank", "alpha", "targets")

@@ -212,6 +212,7 @@ class TrainingClient(Weights):
         self._optimizer = trainer.run.optimizer
         self._table = trainer.trained_table(lora)
         fresh = optimizer_of_client(self._optimizer, self._table)
+        # its first step may come with other numbers: of the same kind, their states are alike
         self._opt_state = init_opt_state(fresh, params)
         self._step = put(np.int32(0))
         self._grads: Params | None = None
@@ -251,6 +252,7 @@ class TrainingClient(Weights):
         loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
         {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token.
         """
+        # Dropout takes a key for each sequence of a batch, and calls of a client add up to none.
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
         loss_of_tokens = token_loss(loss, settings or {})
@@ -318,6 +320,7 @@ class TrainingClient(Weights):
         grads = self._grads
         self._grads = None
         self._loss = 0.0
+        # The old state is donated: from here on only the new one is there.
         state, metrics = program(self.state, grads, loss, rate)
         self._take(state)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -331,6 +334,7 @@ class TrainingClient(Weights):
     @_locked
     def snapshot(self) -> Weights:
         """A sampler with a copy of what trains as it is now."""
+        # a copy, as the next update donates what trains
         params = jax.tree.map(lambda x: x.copy(), self._params)
         return Weights(self.trainer, params, self.lora, self.seed)
 
@@ -417,6 +421,7 @@ class Trainer:
         """The settings of decoder.forward besides weights, architecture and dtype."""
         training = self.run.training
         with error_context("training"):
+            # the widest row that a datum may make
             longest = self.cfg.max_positions
             name, _ = attention.choose(
                 training.attention, self.cfg, self._platform, self.dtype, longest, False
@@ -463,10 +468,12 @@ class Trainer:
         lora = replace(self.run.model.lora, **settings)
         if lora.rank < 1:
             raise ValueError("rank=0: give adapter(rank=8), or train all weights with full()")
+        # wrong targets are found here, before anything is made
         adapter_weights(decoder.weights(self.cfg), lora)
         seed = self.run.seed if seed is None else check_seed(seed)
         with self.on_mesh():
             params = source.load_new_adapters(replace(self.found, lora=lora), seed)
+            # what trains is kept as in a run, whatever the adapters' files hold
             stored = STORAGE[STORED[self.run.training.mixed_precision]]
             params = jax.tree.map(lambda x: x.astype(stored), params)
             return TrainingClient(self, params, lora, seed)
@@ -498,6 +505,7 @@ class Trainer:
             if lora is None:
                 shapes = weights.shapes(stored_table(decoder.weights(self.cfg), storage))
             else:
+                # shapes alone: the file has the values
                 shapes = weights.shapes(self.trained_table(lora), STORAGE[storage])
             _, params = load_trained(folder, shapes, kind_of(self.model_name, lora, False))
             return Weights(self, params, lora, self.run.seed)

@@ -141,6 +141,7 @@ class Pool:
         names = list(self.functions) if names is None else list(names)
         future: Future = Future()
         if self._threads:
+            # a thread for each worker takes jobs, as many at once as are worth a message
             self._jobs.put(_Job(future, completion, example, names))
             return future
 

@@ -50,6 +50,7 @@ def add_choice(
     if not beginnings:
         beginnings = [TokenSequence()]
         sequences += beginnings
+    # the longest shares most: its tokens are then learned from once
     longest = max(beginnings, key=lambda one: len(one.tokens))
     read = prompt[len(longest.tokens) :]
     longest.tokens += [*read, *tokens]

@@ -49,6 +49,7 @@ class Endpoint:
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
         self._thread.start()
+        # an agent that calls too early would fail, and it would look like its own fault
         if not self._is_ready.wait(START_SECONDS) or self._failure is not None:
             raise ConfigError(f"the endpoint of the agents did not start: {self._failure}")
 
@@ -121,7 +122,7 @@ class AgentExperience:
         self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
         endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
-        reward = reward or rewards_of(run.task)
+        reward = reward or _rewards_of(run.task)
         self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)
         session.closing.callback(self._runner.close)
         self._held: Experience | None = None
@@ -180,6 +181,7 @@ class AgentExperience:
                 groups = self._ended(params, examples, seed, draw, count)
                 return self._graded(replace(groups, on_error="zero"), examples)
 
+        # no draw of ours: an agent asks for the temperature that it would use
         greedy = graded(self._seed, None, 1)
         metrics = {
             "eval/accuracy": float(np.mean(greedy.correct)),
@@ -206,6 +208,7 @@ class AgentExperience:
         """An episode of each example, with these weights, until all have ended."""
         self._engine.set_params(self._prepare(params))
         opened = [
+            # a copy of its own: an agent may change what it gets
             self._episodes.open(dict(example), seed_of_call(seed, place, 0), draw)
             for place, example in enumerate(examples)
         ]
@@ -244,7 +247,7 @@ class AgentExperience:
         )
 
 
-def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
+def _rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
     """The weighted sum of a task's rewards, of one completion."""
 
     def reward(completion: str, example: dict) -> float:

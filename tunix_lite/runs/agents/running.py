@@ -119,6 +119,7 @@ class Runner:
                     place, episode = waiting.popleft()
                     began[place] = time.monotonic()
                     arguments = (place, episode, ended)
+                    # a daemon: an agent that hangs must not keep the process from ending
                     threading.Thread(target=self._run_one, args=arguments, daemon=True).start()
                 between()
 

@@ -96,7 +96,9 @@ class TinkerServer(Face):
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": self._finish,
+            "sessions/{session_id}/finish": lambda body: self._end(
+                self._session(body.session_id)
+            ),
             "create_sampling_session": self._create_sampler,
             "get_info": self._model_info,
             "weights_info": self._weights_info,
@@ -181,6 +183,7 @@ class TinkerServer(Face):
             ]
             for model in models:
                 file = model.saved
+                # first in the journal, and then on the disk: a file without a record is only waste
                 model.saved = None
                 self.store.put(model)
                 self.store.delete(file)
@@ -201,9 +204,6 @@ class TinkerServer(Face):
         name = uuid.uuid4().hex
         self.store.put(TinkerSession(name))
         return {"type": "create_session", "session_id": name}
-
-    def _finish(self, body: TinkerBody) -> None:
-        self._end(self._session(body.session_id))
 
     def _session(self, name: str) -> TinkerSession:
         session = self.store.found("session", name)
@@ -320,6 +320,7 @@ class TinkerServer(Face):
         state, kind, result = row
         if state == WAITING:
             return 408, {"type": "try_again", "request_id": name, "queue_state": "active"}
+        # errors are JSON for the SDK, whatever the request was
         is_protobuf = state == DONE and kind in ("forward_backward", "sample")
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)

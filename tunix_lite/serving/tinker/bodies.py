@@ -119,6 +119,7 @@ class TinkerBody:
         again. Raises BadCall."""
         params = {name: one for name, one in self.sampling_params.items() if one is not None}
         stop = params.get("stop", ())
+        # to the SDK it means no end at all, and to us no further one
         if stop == []:
             raise BadCall("stop=[] (not even at the end of sequence) is not supported", "stop")
         stops = stop if isinstance(stop, list | tuple) else [stop]

@@ -65,6 +65,7 @@ class LiveModels:
     def _newest(
         self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
     ) -> "Weights":
+        # Put in again, as a dict keeps the order in which keys came.
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
@@ -114,6 +115,7 @@ class LiveModels:
         count = samples[0][1].num_samples
         prompts = [body.prompt_tokens for _, body in samples]
         settings = [body.sample_settings(request.id) for request, body in samples]
+        # all at once: slots are shared, and the weights are read once a token
         drawn = sampler.sample(prompts, count, settings)
         results = []
         for i, (_, body) in enumerate(samples):
@@ -129,11 +131,13 @@ def next_turn(
     `turns`) is longest ago. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
+        # requests of a model are done in their order, whichever came first
         if one.kind == "sample" or one.seq == next_seq.get(one.owner, 0):
             ready.setdefault(session_of(one.owner), []).append(one)
     if not ready:
         return []
     session = min(ready, key=lambda name: turns.get(name, 0))
+    # sessions take turns, so that one with many requests does not stop the others
     turns[session] = max(turns.values(), default=0) + 1
     first = ready[session][0]
     same = [one for one in ready[session] if one.owner == first.owner]
@@ -189,7 +193,11 @@ class Worker:
         try:
             while self._wait_for_turn():
                 tried = [
-                    one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS
+                    # counted on the disk first: a request that ends the process must not end it for
+                    # ever
+                    one
+                    for one in self._current
+                    if self.store.begin(one) <= _MOST_ATTEMPTS
                 ]
                 for request in self._current:
                     if request not in tried:
