@@ -342,7 +342,7 @@ def test_readers_have_no_cache_and_a_slot_is_what_the_note_counts():
 # ---- files
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_wrapped", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     """As it is published, too: names with a prefix, towers, and weights that no layer reads."""
     set_mesh(2, 2)

@@ -348,7 +348,7 @@ def test_a_mesh_and_layer_after_layer_change_nothing_in_float32(alone):
     check_gradients(grads, alone[1], 2e-4)
 
 
-@pytest.mark.parametrize("mesh, slots", [((1, 1), 3), ((2, 2), 16)])
+@pytest.mark.parametrize("mesh, slots", [pytest.param((1, 1), 3, marks=pytest.mark.wide), ((2, 2), 16)])
 def test_what_is_sampled_is_what_is_scored(mesh, slots):
     set_mesh(*mesh)
     params = random_params(CFG)
