@@ -416,7 +416,7 @@ def fused_multiplying(setting: Setting) -> Iterator[dict]:
             "down": lambda products, w, x=hidden: products.down(x, w),
         }
         for what, multiply in named.items():
-            plain = jax.jit(partial(multiply, decoder.PLAIN))
+            plain = jax.jit(partial(multiply, decoder.Products()))
             fused = jax.jit(partial(multiply, FusedProducts(interpret=interpret)))
             name = f"fused products, {jnp.dtype(dtype).name}, {what}"
             with jax.default_matmul_precision("highest"):

@@ -64,6 +64,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings import config
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, sources, task
+from tunix_lite.tasks import text as plain_text
 from tunix_lite.tasks.puzzles import countdown, last_word
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
@@ -110,6 +111,7 @@ GROUPS = (
     ),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
+    Group("Task: plain text", "task.", plain_text.TextTaskConfig, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
     Group("Source: last word", "task.source.", last_word.LastWord, None),
     Group("Right by: exact answer", "task.correct.", answers.ExactAnswer, None),

@@ -17,6 +17,7 @@ import pytest
 import test_train
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.basics.best import Ranked
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import TrainState
 from tunix_lite.commands.train import next_command
@@ -50,12 +51,35 @@ def saved(folder, *steps: int) -> Checkpoints:
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    """Accuracies .9 .1 .5 and none: the newest one, and of the measured ones the two best."""
-    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=2)
-    for step, accuracy in enumerate((0.9, 0.1, 0.5, None), 1):
-        checkpoints.save(state_of(step), accuracy)
-    checkpoints.close()
-    assert Checkpoints(tmp_path).steps() == [1, 3, 4]
+    """Accuracies .9 .1 .5 and none: the newest one, and of the measured ones the two best. A manager that is opened
+    later knows them, too; of a metric where less is better they are others; of equals the first is best."""
+
+    def saved_by(checkpoints, start, metric, values, is_lower_better):
+        for step, value in enumerate(values, start):
+            measured = None if value is None else Ranked(metric, value, is_lower_better)
+            checkpoints.save(state_of(step), measured)
+        checkpoints.close()
+        return Checkpoints(tmp_path)
+
+    begun = Checkpoints(tmp_path, keep=1, keep_best=2)
+    after = saved_by(begun, 1, "eval/accuracy", (0.9, 0.1, 0.5, None), False)
+    assert after.steps() == [1, 3, 4] and after.chosen_step("best") == 1 and after.chosen_step(None) == 4
+    again = saved_by(Checkpoints(tmp_path, keep=1, keep_best=2), 5, "eval/accuracy", (0.9, 0.2), False)
+    assert again.steps() == [1, 5, 6] and again.from_best(again.steps()) == [1, 5, 6]
+    other = saved_by(Checkpoints(tmp_path, keep=1, keep_best=2), 7, "eval/loss", (1.0, 2.0, 1.5, 3.0), True)
+    assert other.steps() == [7, 9, 10] and other.chosen_step("best") == 7
+    state = jax.tree.map(jnp.zeros_like, state_of(0))
+    assert other.restore_params(shapes(state.params), "best")[0] == 7
+
+
+def test_without_a_measurement_no_checkpoint_is_best(tmp_path):
+    checkpoints = saved(tmp_path, 2, 4)
+    with pytest.raises(ValueError, match=r"nothing was measured at a checkpoint of .* number of one: step=4$"):
+        checkpoints.chosen_step("best")
+    about = tmp_path / "4" / "about.json"
+    about.write_text('{"step": 4, "measured": {"metric": "eval/loss"}}')
+    with pytest.raises(ValueError, match=r"^step 4 cannot be read \(about.json: "):
+        Checkpoints(tmp_path).chosen_step("best")
 
 
 def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path):

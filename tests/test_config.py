@@ -249,8 +249,8 @@ FREE = {
         "micro_batch_size, gradient_accumulation_steps, micro_batch_tokens, sync_gradients_every": "order of a sum",
         "remat, scan_layers, attention": "how the same numbers are computed",
         "memory_check, profile_communication, log_interval_steps, grace_seconds": "they look and stop",
-        "max_minutes, max_skipped_in_a_row, max_sampler_gap": "when it stops",
-        "save_interval_steps, keep_checkpoints, keep_best_checkpoints": "what stays on disk",
+        "max_minutes, max_skipped_in_a_row, max_sampler_gap, early_stopping_patience, epochs": "when it stops",
+        "save_interval_steps, keep_checkpoints, keep_best_checkpoints, best_metric, best_is": "what stays on disk",
     },
     "evaluation": {"interval_steps": "how often"},
     "generation": {},
@@ -279,6 +279,7 @@ def every_setting(tmp_path_factory):
     template.write_text("{{ messages[0].content }}{{ effort }}")
     words = ["rewards.on_none=skip", "rollout.overlap=carry", "optimizer.schedule=linear", "model.lora.rank=4"]
     words += ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16", "training.tp_reduce_dtype=bfloat16"]
+    words += ["training.epochs=1"]
     run = compose([*words, f"model.chat_template={template}", "model.template.effort=low"])
     assert run.model.template == {"effort": "low"}, "without the + that Hydra wants for what is not there"
     kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)

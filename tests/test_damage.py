@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
     status = Status(folder)
     status.start(0)
     status.steps = LAST
-    status.record_accuracy(0.0)
+    status.record({"eval/accuracy": 0.0})
     status.write("running")
     return folder.path
 

@@ -192,7 +192,6 @@ def test_every_command_in_the_docs_can_be_given(command, with_the_example):
 def of_a_run(words: list[str]) -> list[str] | None:
     """The overrides of a command that trains, its options taken out; None for any other command."""
     starts = [["python", "run_training.py"], ["tunix-lite", "train"], ["python", "-m", "tunix_lite", "train"]]
-    starts += [["python", "examples/held_out_loss.py", "outputs/grpo"]]  # a model, and then settings of a run
     starts += [
         ["python", str(script.relative_to(ROOT))]
         for script in (ROOT / "examples").glob("*.py")

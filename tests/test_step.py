@@ -15,7 +15,7 @@ from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import Batch, Max, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import accumulate
-from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, num_updates
+from tunix_lite.learner.optim import OptimizerConfig, SGDConfig, init_opt_state, make_optimizer, num_updates
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
@@ -158,3 +158,40 @@ def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, roll
     new, _ = train_step(state, None, batch)
     assert int(new.step) == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(("fsdp", "parts", "sync_every"), [(4, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_complex_weights_learn_over_a_mesh_as_by_hand(fsdp, parts, sync_every):
+    """loss = - sum_t a_t (Re(w_k c_k) - |w_k|^2), k the token: it falls along conj(c_k) - 2 w_k, as numpy has it in
+    complex128. A weight lies over the mesh, and each device has rows of its own."""
+    set_mesh(fsdp, 1)
+    rng = np.random.default_rng(0)
+    w, c = rng.normal(size=(2, 8)) + 1j * rng.normal(size=(2, 8))
+    tokens = rng.integers(0, 8, (8, 5)).astype(np.int32)
+    a = rng.uniform(0.5, 1.5, (8, 5)).astype(np.float32)
+    a[:, 0] = 0
+
+    def scores(params, batch):
+        w_RW = params["w"][batch.tokens]
+        logprobs = jnp.real(w_RW * jnp.asarray(c, jnp.complex64)[batch.tokens]) - jnp.abs(w_RW) ** 2
+        return TokenScores(logprobs, jnp.zeros_like(logprobs))
+
+    batch = Batch(tokens=tokens, token_mask=np.ones((8, 5), bool), loss_weight=a)
+    rows, _ = RowLayout(num_parts=parts).lay_out(batch)
+    optimizer = make_optimizer(SGDConfig(learning_rate=0.1, max_grad_norm=3.0), max_steps=3)
+    params = {"w": put(w.astype(np.complex64), "embed")}
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+    train_step = TrainStep(Policy(None, scores), SFT(), optimizer, sync_every=sync_every)
+
+    before = w
+    for _ in range(3):
+        state, metrics = train_step(state, None, rows)
+        falls = np.zeros(8, np.complex128)
+        np.add.at(falls, tokens, a * (np.conj(c) - 2 * w)[tokens])
+        norm = np.sqrt((np.abs(falls) ** 2).sum())
+        w = w + 0.1 * falls * min(1, 3.0 / norm)
+        np.testing.assert_allclose(metrics["train/grad_norm"], norm, rtol=1e-5)
+        assert metrics["train/skipped"] == 0
+    assert state.params["w"].dtype == np.complex64 and len(state.params["w"].sharding.device_set) == fsdp
+    np.testing.assert_allclose(np.asarray(state.params["w"]), w, rtol=1e-5)
+    assert np.abs(w - before).max() > 0.1

@@ -47,16 +47,16 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status.start(3)
     (ended,) = status.closing_lines("hydra.sweep.dir=/sweep")
     assert ended == (f"3 steps in 0 s; everything is in {tmp_path}", "")
-    status.record_accuracy(0.25)
-    status.record_accuracy(0.5)
+    status.record({"eval/accuracy": 0.25})
+    status.record({"eval/accuracy": 0.5})
     status.stopped = "SIGTERM"
     accuracy, _, stopped = status.closing_lines("hydra.sweep.dir=/sweep")
     assert accuracy == ("held-out accuracy 25.0% → 50.0%", "bold green")
     status.eval = {}
-    status.record_accuracy(0.25, {"avg_at_4": 0.125})
-    status.record_accuracy(0.5, {"avg_at_4": 0.75})
+    status.record({"eval/accuracy": 0.25, "eval/avg_at_4": 0.125, "eval/loss": 1.5, "eval/reward": 1.0})
+    status.record({"eval/accuracy": 0.5, "eval/avg_at_4": 0.75, "eval/loss": 1.25, "eval/reward": 2.0})
     words = status.closing_lines("")[0][0]
-    assert words == "held-out accuracy 25.0% → 50.0%, avg@4 12.5% → 75.0%"
+    assert words == "held-out accuracy 25.0% → 50.0%, avg@4 12.5% → 75.0%, held-out loss 1.5000 → 1.2500"
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
 
 

@@ -140,6 +140,10 @@ class TaskInterface(Protocol):
         """tokens, token_mask and completion_mask [B, T]: prompts with the demonstrations that are
         in the field `name`."""
 
+    def segments(self, examples: list[dict]) -> np.ndarray | None:
+        """[B, T] int32: the documents of the tokens that `demonstrations` gives, as
+        Batch.segment_ids; None: each row is one."""
+
     def truncated(self, examples: list[dict]) -> int:
         """Counts the prompts that have lost their beginning."""
 
@@ -171,11 +175,18 @@ class Needs:
     comparison: TeacherComparison | None = None
     # updates that `collect` makes a batch for: so many mini-batches, one after the other
     mini_batches: int = 1
+    # whether `collect` asks nothing of policy and params, so that the next batch is made beside an
+    # update
+    reads_ahead: bool = False
     # times as many examples as a rollout needs that `collect` gets
     rounds: int = 1
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
     # can (rollout.overlap)
     fresh: str | None = None
+    # what its loss says of held-out examples: nats (of a token, so that its exponential is a
+    # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
+    # are sums then.
+    held_out_loss: str | None = None
 
     def __post_init__(self):
         if taken := set(TAKEN) & self.frozen_models.keys():

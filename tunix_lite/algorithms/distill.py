@@ -117,7 +117,10 @@ class Distill:
                 "set algorithm.divergence=reverse"
             )
         return Needs(
-            frozen_models={"teacher": self.teacher}, comparison=self.comparison, fresh=fresh
+            frozen_models={"teacher": self.teacher},
+            comparison=self.comparison,
+            fresh=fresh,
+            held_out_loss="objective",
         )
 
     @property

@@ -69,6 +69,7 @@ class DPO:
             demonstrations=FIELDS if self.pairs == "data" else (),
             fields=("advantages",),
             streams=STREAMS,
+            held_out_loss="objective",
         )
 
     def collect(

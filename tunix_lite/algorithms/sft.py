@@ -23,7 +23,7 @@ class SFT:
     # a demonstration per prompt
     num_generations = 1
     updates_per_rollout = 1
-    needs = Needs(demonstrations=("completion",))
+    needs = Needs(demonstrations=("completion",), held_out_loss="nats", reads_ahead=True)
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
 
@@ -45,7 +45,11 @@ class SFT:
         weights = weights_of_learned(
             self.weighting, completion_mask, np.ones(count, bool), np.arange(count), 1
         )
-        return Batch(tokens=tokens, token_mask=token_mask, loss_weight=weights), metrics, None
+        batch = Batch(tokens, token_mask, weights, segment_ids=task.segments(examples))
+        return batch, metrics, None
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        return -jnp.sum(batch.loss_weight * scores.logprobs), {}
+        metrics = {}
+        if scores.is_likeliest is not None:
+            metrics["train/token_accuracy"] = jnp.sum(batch.loss_weight * scores.is_likeliest)
+        return -jnp.sum(batch.loss_weight * scores.logprobs), metrics

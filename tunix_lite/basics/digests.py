@@ -33,6 +33,7 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
     files = {
         n: {"bytes": size, ALGORITHM: digest} for n, (size, digest) in zip(names, digests)
     }
+    # Under another name until it is whole, so that no reader finds half of it.
     fresh = folder / f"{NAME}.tmp"
     with fresh.open("w") as file:
         file.write(json.dumps({"files": files}, indent=1) + "\n")
@@ -44,6 +45,7 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
 def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
     """Reads digests.json: name -> (bytes, digest). None without it. Raises ValueError if it is
     damaged."""
+    # A link to nowhere is there, too, and is damage.
     if not os.path.lexists(folder / NAME):
         return None
     try:

@@ -62,6 +62,7 @@ def _hint(error: Exception, module: str, name: str) -> str:
     have."""
     top = module.partition(".")[0]
     near: list[str] = []
+    # The module itself may be there, and miss another one.
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         # the usual mistake: the file lies beside the person, and not on the path
         here = [file.stem for file in Path().glob("*.py")]

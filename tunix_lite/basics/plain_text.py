@@ -24,6 +24,7 @@ _SECRETS: dict[str, str] = {}
 def hide(secret: str, before: str = "", after: str = "") -> None:
     """Hides a text: from now on it is shown as `<secret:1a2b>`. before, after: what must stand
     around it."""
+    # Four digits tell two secrets apart, and help nobody to guess one.
     digest = hashlib.sha256(secret.encode(errors="replace")).hexdigest()[:4]
     _SECRETS[f"{before}{secret}{after}"] = f"{before}<secret:{digest}>{after}"
 
@@ -67,6 +68,7 @@ def shortened(value: object) -> str:
     """`repr` of a row or a text in one line, cut after SHOWN characters, with its length if it is
     cut."""
     is_text = type(value) is str
+    # Cut first, as `repr` would copy all of a long text.
     written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")
     if len(written) <= SHOWN:
         return visible(written)

@@ -68,7 +68,7 @@ def smallest(value: jax.Array) -> Max:
 class TokenScores(NamedTuple):
     """The scores of the scored tokens (loss_weight is not 0) under a policy: float32, 0 elsewhere.
 
-    A loss gets it as [R, W], the shape of its batch. Both fields have gradients.
+    A loss gets it as [R, W], the shape of its batch. The first two fields have gradients.
 
     Example: the token was drawn from (1/4, 3/4), the first of the two -> logprobs log(1/4) =
     -1.386, entropy 0.562 nats.
@@ -76,8 +76,10 @@ class TokenScores(NamedTuple):
 
     logprobs: jax.Array  # log p of each token given the tokens before it
     entropy: jax.Array  # nats of the whole distribution that the token was drawn from
+    # 1 where no other token is likelier, else 0; it has no gradient. None: nobody has looked
+    is_likeliest: jax.Array | None = None
 
-    # numpy would make one array of both fields without a word; so it raises TypeError
+    # numpy would make one array of the fields without a word; so it raises TypeError
     __array_ufunc__ = None
 
 
@@ -255,6 +257,9 @@ class Batch:
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+    # int32, number of the token's document in its row, from 1; 0: padding. A token sees only its
+    # own document. None: a sequence is one
+    segment_ids: Any = None
     # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 

@@ -96,6 +96,7 @@ def _parsed_yaml(file: Path, most: int) -> Any:
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
     """The text in a file of at most `most` bytes. Raises ValueError, beginning with the file."""
     with opened(file) as stream:
+        # One byte more shows that there are more: the size that a file states may change.
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(
@@ -132,8 +133,10 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({_reason(error)})") from error
     try:
+        # Of what is open: by its name, it could be another file by now.
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise ValueError(f"{file} is not a file")
+        # `finally` closes it, also where this line fails.
         with os.fdopen(opened, "rb", closefd=False) as stream:
             yield stream
     except OSError as error:
@@ -163,6 +166,7 @@ def as_path(name: str | Path) -> Path:
         raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
     try:
         path = Path(name).expanduser()
+        # This raises for a name that no file system can hold.
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{shown(str(name))} is no path ({_reason(error)})") from error
@@ -198,6 +202,7 @@ def _reason(error: Exception) -> str:
 
 def is_deeper(value: object, most: int) -> bool:
     """Returns whether more than `most` lists and objects are in one another."""
+    # Level by level: recursion would end with an error of its own where the input is deep.
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []

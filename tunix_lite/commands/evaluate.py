@@ -68,9 +68,10 @@ class EvaluateTaskConfig:
     temperature: float = 1.0
     # Model to compare with: a run folder, a weights folder or a hub name. null compares with none.
     against: str | None = None
-    # Step of the checkpoint to use from the run in `against`. null uses the newest.
-    against_step: int | None = None
-    # Example field that ROUGE compares completions with. null computes no ROUGE.
+    # Step of the checkpoint to use from the run in `against`, or best. null uses the newest.
+    against_step: int | str | None = None
+    # Example field that ROUGE and exact_match compare completions with. null compares with
+    # demonstrations in algorithm=sft.
     reference: str | None = None
     # Level of the confidence intervals, between 0 and 1.
     level: float = 0.95
@@ -241,8 +242,10 @@ def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
     elif settings.checkpoint is not None:
         folder = Path(settings.checkpoint).expanduser()
         step = settings.step
-        if step is None:
-            step = Checkpoints(RunDir(folder).checkpoints).latest_step()
+        checkpoints = Checkpoints(RunDir(folder).checkpoints)
+        if not isinstance(step, int) and checkpoints.steps():
+            with error_context("checkpoint"):
+                step = checkpoints.chosen_step(step)
         out = folder / "evaluation" / f"step_{step or 0:06d}" / _task_name(run.task)
         # A link in the folder of somebody else could lead to a folder of yours.
         if not out.resolve().is_relative_to(folder.resolve()):
@@ -301,5 +304,5 @@ def _score(
             options.temperature,
             progress,
         )
-    scores = model_scores(evaluated, examples, options.reference)
+    scores = model_scores(evaluated, task.references(examples, options.reference))
     return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores

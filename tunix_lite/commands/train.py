@@ -104,7 +104,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     parts = find_parts(run)
     with error_context("hydra.run.dir"):
         run_dir.check()
-    resume_from = resume_from_folder(run, run_dir)
+    resume_from = resume_from_folder(parts.resolved.run, run_dir)
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
     if resume_from is not None:
         earlier = RunDir(resume_from.parent)
@@ -130,8 +130,8 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
 
 
 def start(run: RunConfig, folder: Path) -> float | None:
-    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest;
-    None without an evaluation."""
+    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest, or
+    without completions the held-out loss; None without an evaluation."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
@@ -157,7 +157,8 @@ def start(run: RunConfig, folder: Path) -> float | None:
     if code := _exit_code_of(job.stopped):
         sys.exit(code)
     status, *_ = read_status(RunDir(folder).status)
-    return status.get("last", {}).get("accuracy")
+    last = status.get("last", {})
+    return last.get("accuracy", last.get("loss"))
 
 
 def _exit_code_of(reason: str | None) -> int:

@@ -19,8 +19,9 @@ class WhichWeights:
 
     # Run folder whose newest checkpoint is used. null uses model.weights.
     checkpoint: str | None = None
-    # Step of the checkpoint to use from that run. null uses the newest.
-    step: int | None = None
+    # Step of the checkpoint to use from that run, or best (training.best_metric). null uses the
+    # newest.
+    step: int | str | None = None
 
     def __post_init__(self):
         if self.step is not None and self.checkpoint is None:

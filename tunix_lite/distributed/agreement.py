@@ -93,8 +93,10 @@ def flatten_settings(value: object, name: str = "") -> dict[str, str]:
         for part, item in value.items():
             flat |= flatten_settings(item, f"{prefix}{part}")
         return flat
+    # The one setting in which processes must differ.
     if name == "launch.process_id":
         return {}
+    # Hosts may have the same folder at different paths.
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
     return {name: Path(value).name if is_path else str(value)}
 
@@ -105,6 +107,7 @@ def user_code_digests(settings: object) -> dict[str, str]:
     own_package = __name__.partition(".")[0]
     digests = {}
     for where, named in _named(settings, ""):
+        # `process_info` compares the code of the package.
         if (named.__module__ or "").partition(".")[0] == own_package:
             continue
         # What is written in C, or in a notebook, has no file.
@@ -152,6 +155,7 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
             flag, _, value = word.partition("=")
             if not _OWN_FLAGS.match(flag):
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
+    # Paths among them may differ between hosts, as those of settings may.
     return flatten_settings(variables)
 
 
@@ -164,6 +168,7 @@ def accelerator() -> str:
     if any(re.fullmatch(r"nvidia\d+", name) for name in names):
         return "NVIDIA GPU"
     has_tpu = any(re.fullmatch(r"accel\d+|vfio", name) for name in names)
+    # /dev/vfio is there for other devices, too.
     return "TPU" if has_tpu and installed_version("libtpu") else "CPU"
 
 
@@ -216,6 +221,7 @@ def enumerate_names(names: list[str]) -> str:
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
     """The error message for processes that differ, with the remedy; None if they agree. everyone:
     by id."""
+    # Who lacks a value is not compared in it, but an unset variable is a difference.
     unset = {}
     for info in everyone.values():
         unset |= {name: "not set" for name in info.values if name.startswith(_VARIABLE)}
@@ -234,6 +240,7 @@ def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
     """Lets all processes agree, as `meeting.meet` does, but through collectives of jax. error: what
     this process has found wrong. Raises ValueError on all of them if they differ, or one has an
     error."""
+    # Before any error is raised: whoever did not report would leave the others waiting.
     reports = allgather_values([dataclasses.asdict(own), error])
     if error is not None:
         raise ValueError(error)

@@ -7,6 +7,7 @@ def allgather_values(value: object) -> list:
     """The values of all processes, in the order of their ids; a value is anything that JSON can
     hold. Every process must call it, after jax has started: `allgather_values(jax.process_index())`
     is `[0, 1]` on two."""
+    # Imported here, as the launcher loads this module and must start without jax.
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

@@ -24,10 +24,12 @@ def conf_dir() -> Path:
 def _setting_given(key: str, words: list[str]) -> str | None:
     """The value of a setting on a command line, without quotes; None if it is not given. key: a
     regular expression."""
+    # Hydra takes +key and ++key as well.
     matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
     texts = [match[1].strip() for match in matches if match]
     if not texts:
         return None
+    # Hydra takes the last of several.
     text = texts[-1]
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace(f"\\{text[0]}", text[0])
@@ -50,6 +52,7 @@ def folder_key(words: list[str]) -> str:
 def in_folder(folder: str, words: list[str]) -> list[str]:
     """The words to add to a command line, so that its run or sweep writes to `folder`."""
     key = "sweep" if SWEEPS & set(words) else "run"
+    # Other characters are syntax to Hydra.
     if not re.fullmatch(r"[\w./:@+~$-]+", folder):
         folder = "'" + folder.replace("'", "\\'") + "'"
     return [f"hydra.{key}.dir={folder}"]

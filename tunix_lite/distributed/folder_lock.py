@@ -31,6 +31,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         raise ValueError(
             f"{folder / LOCK} is a folder, and a run keeps a file of that name: move it away"
         )
+    # Not "w", which would empty the name of a run that has the lock.
     with (folder / LOCK).open("a+") as file:
         # Wait for the other run, and tell the user once whom we wait for.
         deadline = time.monotonic() + timeout
@@ -75,6 +76,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         if join.is_first():
             try:
                 until_done.enter_context(lock_folder(folder, timeout))
+            # It is raised below, on all processes: alone, this one would leave the others waiting.
             except ValueError as problem:
                 error = str(problem)
         join.agree({}, error)

@@ -157,6 +157,7 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         devices,
         # Otherwise jax reads Slurm's variables, and gives each process one GPU.
         cluster_detection_method="deactivate",
+        # By default jax listens at every address of the machine.
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         **limits,
     )
@@ -240,6 +241,7 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
     groups: dict[int | str, list[jax.Device]] = {}
     for device in devices:
         node = getattr(device, "slice_index", 0)
+        # A slice is one network, however many hosts it spans.
         if device.platform != "tpu":
             node = dict(enumerate(machines)).get(device.process_index, "")
         groups.setdefault(node, []).append(device)
@@ -270,6 +272,7 @@ def exit_at_once_on_failure() -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (0, None) or not _has_joined_jax():
             raise
+        # `os._exit` prints no traceback and writes out no buffer.
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         sys.stdout.flush()

@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = command_line.fresh_folder(project, program)
         program = program + command_line.in_folder(folder, program)
     folder = folder_given(program)
+    # Only Hydra can resolve ${...}, so the logs go elsewhere.
     logs = Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
     if is_check:
         logs = Path("outputs") / "check"
@@ -86,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
             "launch.max_restarts is for one run: with --multirun it would begin all again"
         )
     elif "${now" in (folder or ""):
+        # Each start would make a folder of its own, without the checkpoint of the last one.
         no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
     try:
         code = _supervise(process_command(program), group.environments, logs, no_restart)
@@ -109,6 +111,7 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
     what = (
         "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     )
+    # Whatever stands behind the program is its own, also words with dashes.
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     known, unknown = parser.parse_known_args(arguments)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
@@ -165,6 +168,7 @@ class LocalProcesses:
         """The variables for each process here, with the names of torchrun."""
         port = self.port
         if not port:
+            # If another program takes it before process 0 does, the roll-call says so.
             with socket.socket() as listening:
                 listening.bind(("127.0.0.1", 0))
                 port = str(listening.getsockname()[1])
@@ -260,6 +264,7 @@ def _supervise(
                     attempt.processes.append(process)
                 failure = attempt.watch()
             finally:
+                # Also after an error of our own: no process outlives its launcher.
                 attempt.end(0.0)
 
             # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
@@ -301,6 +306,7 @@ class _Attempt:
         """launch.stall_timeout and launch.max_restarts, as the processes report them."""
         settings = {"stall_timeout": LaunchConfig.stall_timeout, "max_restarts": 0}
         for file in self._beats.glob(f"*{SETTINGS}"):
+            # Its process may be writing it at this moment.
             with contextlib.suppress(OSError, ValueError):
                 settings |= json.loads(file.read_text())
         return settings
@@ -338,9 +344,11 @@ class _Attempt:
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
         while self._running() and time.monotonic() < deadline:
+            # Whoever sends one more signal does not want to wait.
             if len(self._signals) > signals_before:
                 break
             time.sleep(POLL)
+        # Those that have ended, too: what they have started may still run.
         for process in self.processes:
             process.kill()
 
@@ -464,25 +472,31 @@ class Process(subprocess.Popen):
 
         # the file that the process writes when it is alive
         self._beat = beats / f"p{self.rank}"
+        # What an earlier attempt has left is no sign of life.
         self._beat.unlink(missing_ok=True)
         # Its log, to which earlier attempts have written; this one begins at `_began`.
         self._log = logs / f"p{self.rank}.log"
         self._file = self._log.open("ab", buffering=0)
         self._began = self._file.tell()
 
+        # Without it, the last lines of a process that is killed would be lost.
         own = {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         output = {"stdout": self._file, "stderr": subprocess.STDOUT}
+        # What the first one says goes to the screen and to its log, where a lost peer is
+        # looked for.
         if index == 0:
             output = {"stderr": subprocess.PIPE}
         super().__init__(
             command,
             env=os.environ | environment | own,
             stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches the launcher alone, and a session can be killed as one.
             start_new_session=True,
             preexec_fn=_end_with_us,
             **output,
         )
         if self.stderr is not None:
+            # `look` must return where there is nothing to read.
             os.set_blocking(self.stderr.fileno(), False)
 
     def __str__(self) -> str:
@@ -507,6 +521,7 @@ class Process(subprocess.Popen):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+        # What it wrote before its end is still in the pipe.
         self.look()
         self._file.close()
         if self.stderr is not None:

@@ -85,6 +85,7 @@ def meet(
 
     # Process 0 listens at the port that jax's coordinator will have later.
     local = is_loopback(host)
+    # The others may come by either protocol.
     both = not local and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or (local and ":" in host) else socket.AF_INET
     address = (host if local else "", int(port))
@@ -196,12 +197,14 @@ def _hear(
     with contextlib.suppress(*UNREADABLE):
         connection.settimeout(_MESSAGE_SECONDS)
         with connection.makefile("rb") as lines:
+            # A stranger may send without end.
             message = json.loads(lines.readline(LONGEST))
         process = message[_HELLO]
         count = message["num_processes"]
         about = ProcessInfo(**message["about"])
         texts = [about.host, *about.values.keys(), *about.values.values()]
         is_text = all(isinstance(text, str) for text in texts)
+        # The type itself, as True would pass for the number 1.
         is_number = type(process) is type(count) is int and 0 <= process < count
         if is_text and is_number and isinstance(about.folder, str | None):
             report = process, count, about
@@ -214,6 +217,7 @@ def _is_gone(connection: socket.socket) -> bool:
     """Whether the other side has hung up."""
     try:
         connection.setblocking(False)
+        # Only looked at: what it has sent, if anything, does not matter here.
         return connection.recv(1, socket.MSG_PEEK) == b""
     except OSError as error:
         return not isinstance(error, BlockingIOError)
@@ -252,6 +256,7 @@ def _report(
                 connection.settimeout(max(0.0, waiting.left) + 10)
                 with connection.makefile("rb") as lines:
                     answer = json.loads(lines.readline(LONGEST))
+            # Inside of `try`, as another program may have answered.
             agreed = Agreement(answer["hosts"], answer["folder"])
             error = answer["error"]
             kind = NotMet if answer["absent"] else ValueError

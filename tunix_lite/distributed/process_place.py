@@ -76,6 +76,7 @@ _SLURM = (
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
     """The place of this process: from the settings, the variables of torchrun, of Slurm, or those
     that jax detects. Raises ValueError that names what is wrong, and what would be right."""
+    # What the user wrote comes first, and then the innermost launcher: torchrun may run under srun.
     place = (
         _of_settings(launch)
         or _of_torchrun(environ)

@@ -95,15 +95,18 @@ class Stopping:
         self._asked: float | None = None
 
     def __enter__(self) -> "Stopping":
+        # Python lets only the main thread set handlers.
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in SIGNALS:
+            # nohup has SIGHUP ignored, and it stays so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers_before[number] = signal.signal(number, self._on_signal)
 
         # Python runs handlers only when compiled code returns, which may take minutes. Until then
         # the signal is a byte in a pipe, and a thread says at once what it will do.
         reading, writing = os.pipe()
+        # Python refuses a file for signals that may block.
         os.set_blocking(writing, False)
         fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         numbers = set(self._handlers_before)
@@ -130,7 +133,9 @@ class Stopping:
             signal.signal(number, handler)
         if self._watcher is not None:
             writing, thread, fd_before = self._watcher
+            # First, or a signal would be written to a pipe that is closed.
             signal.set_wakeup_fd(fd_before)
+            # The end of the pipe ends the thread.
             os.close(writing)
             thread.join()
             self._watcher = None
@@ -182,6 +187,7 @@ class Stopping:
         self._likely_end = began + times * self._update_seconds
         try:
             yield
+            # An update that raised says nothing of how long one takes.
             if what == UPDATE:
                 self._update_seconds = max(self._update_seconds, time.monotonic() - began)
         finally:

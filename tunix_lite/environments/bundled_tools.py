@@ -45,6 +45,7 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.AST) -> int | float:
     """The value of numbers and operators. Raises ValueError for names, calls and all else."""
+    # The type itself, as True is an int to isinstance.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _checked(node.value)
     kind = OPERATORS.get(type(getattr(node, "op", None)))

@@ -64,6 +64,7 @@ def fresh(make: EnvironmentSource) -> Environment:
     """A new environment. make: a function that returns one; or one that was not used, of which this
     is a copy. Raises NotATurn if a method is missing."""
     is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
+    # Conversations must not share what an environment remembers.
     environment = copy.deepcopy(make) if is_one else make()
     if name := missing_method(environment):
         raise NotATurn(f"is {short_repr(environment)}, which has no {name}")
@@ -84,6 +85,7 @@ def call_reset(environment: Environment, example: dict) -> str | list[dict] | No
     options."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
+    # Not `hash`, which differs from process to process.
     known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}
     first = next(iter(parameters.values()), None)
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
@@ -123,7 +125,9 @@ def read_turn(value: object) -> Turn:
     observation = _read_observation(observation, "step")
     number = 0.0 if reward is None else math.nan
     with contextlib.suppress(OverflowError, TypeError, ValueError):
+        # A text such as "1" has no such method, though float() would read it.
         number = float(reward) if hasattr(reward, "__float__") else number
+    # Not `>`: every comparison with NaN is false.
     if not abs(number) <= MOST_REWARD:
         raise NotATurn(
             f"returned the reward {short_repr(reward)} from step; it is a finite number, "

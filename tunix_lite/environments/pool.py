@@ -54,6 +54,7 @@ class Conversations:
         self._live: dict[int, tuple[Environment | None, int]] = {}
 
     def __reduce__(self) -> tuple:
+        # A worker gets the source of environments, and no conversation of this process.
         return Conversations, (self.make,)
 
     def __call__(self, completion: str, call: dict) -> dict | None:
@@ -103,7 +104,9 @@ class EnvironmentPool:
 
     def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings
+        # With drop a failure comes back as an outcome; `_fail` says what becomes of it.
         own = RewardsConfig("drop", settings.timeout, min(settings.workers, 1))
+        # One worker for each pool, so that all calls of a conversation reach one process.
         self._pools = [
             Pool({NAME: Conversations(make)}, own, group="conversation")
             for _ in range(max(1, settings.workers))

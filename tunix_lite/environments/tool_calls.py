@@ -101,11 +101,13 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = call.get("name")
         keys = [key for key in ARGUMENTS if key in call]
+        # An object with a name and other fields may be an answer.
         if isinstance(name, str) and (keys or set(call) == {"name"}):
             calls.append(_with_arguments(name, call[keys[0]] if keys else {}))
         elif is_call:
             calls += mistake(f"a call has a name and arguments; this is {short_repr(value)}")
         else:
+            # With one value that is no call, all of it is an answer.
             return []
     return calls
 
@@ -138,6 +140,7 @@ def _of_python(text: str) -> list[ToolCall]:
     """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
     print()."""
     try:
+        # The parser raises MemoryError where operators are nested deeply.
         statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]

@@ -144,6 +144,7 @@ def export(
     out = Path(out).expanduser().resolve()
     source = model.source
     kind = check_export(source.lora is not None, out, kind, dtype, overwrite, gguf_type)
+    # With overwrite=true, the folder is deleted before the new one gets its name.
     for what, folder in (
         ("the base", source.folder),
         ("the adapter", source.lora and source.lora.adapter),
@@ -173,6 +174,7 @@ def export(
 
     # Everything is written into a temporary folder beside it, which then gets its name.
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, as a folder can be renamed only within one file system.
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     # mkdtemp makes a folder that only its owner can read.
     partial.chmod(0o755)
@@ -185,6 +187,7 @@ def export(
             else:
                 difference = _write_model(model, partial, dtype)
         served = _describe(model, partial, out, kind, difference)
+        # A folder takes the name of another one only if that is empty.
         if out.is_dir():
             shutil.rmtree(out)
         partial.replace(out)
@@ -305,6 +308,7 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
         with error_context("what was written"):
             read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), cfg, family)
             again = peft.load_adapters(folder, cfg, family, read)
+    # Adapters are written as they are, so nothing but the order of a sum may differ.
     return _compare(model, attach(without_adapters(model.params), again, read), 1e-5)
 
 
@@ -327,6 +331,7 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     own = logits(model.params)
     other = logits(params)
     difference = float(jnp.linalg.norm(own - other) / jnp.linalg.norm(own))
+    # Not `>`: every comparison with NaN is false.
     if not difference <= tolerance:
         raise ConfigError(
             f"what was written, read back, gives other scores: they differ by {difference:.2g} of "
@@ -351,6 +356,7 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
     # the folder's own template was copied with the other files
     is_own = template is None or Path(template.where).parent == source.tokenizer.folder
+    # Whoever loads the folder has none of our settings: they become part of the template.
     if not is_own or template.variables:
         (folder / "chat_template.jinja").write_text(template.standalone, encoding="utf-8")
     file = folder / "generation_config.json"

@@ -150,6 +150,7 @@ class LanguageModel:
             ended += new
             if on_chunk is not None:
                 on_chunk(requests, new)
+        # Completions end in any order.
         return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
 
     def stream(
@@ -203,10 +204,13 @@ class LanguageModel:
 
         # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
         longest = max(map(len, tokens.values()))
+        # One token more, as at least one has to be sampled.
         self._check_length(longest + 1)
         width = -(-longest // WIDTH) * WIDTH
+        # By the longest prompt, not by the width: padding has no positions.
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
+        # Few numbers of slots, so that few programs are compiled.
         slots = min(rollout.num_slots, next_power_of_two(len(tokens) * num_generations))
         limits = None
         if most is not None:
@@ -309,7 +313,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def load(
     model: str | Path | ModelConfig | RunConfig = "bundled",
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     mesh_shape: MeshShape | None = None,
     dtype: str = AUTO,
     family: str | None = None,
@@ -317,8 +321,9 @@ def load(
     """Loads a model onto the devices. Raises ConfigError.
 
     model: "bundled", the folder of a run or a model, a name on the hub, or settings. step: of a
-    run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype: of the
-    computation, fp32, bf16 or auto. family: as model.family; one of your own must be named here.
+    run, the checkpoint, or best; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype:
+    of the computation, fp32, bf16 or auto. family: as model.family; one of your own must be named
+    here.
 
     Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """
@@ -335,7 +340,10 @@ def load(
             run = folder
             settings, seed = run_settings(run, family)
             model = build(
-                ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model"
+                # The mesh of the run may not fit the devices here.
+                ModelConfig,
+                settings | {"mesh_shape": ModelConfig().mesh_shape},
+                "model",
             )
         else:
             model = ModelConfig(weights=str(model))
@@ -349,7 +357,7 @@ def load(
 
 
 def open_model(
-    model: ModelConfig, run: Path | None, step: int | None, dtype: str, seed: int
+    model: ModelConfig, run: Path | None, step: int | str | None, dtype: str, seed: int
 ) -> LanguageModel:
     """Loads the model of these settings; with `run`, the weights that this run has trained. Raises
     ConfigError."""
@@ -439,6 +447,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         pattern = architecture.get("pattern") if isinstance(architecture, dict) else None
         for kind in pattern if isinstance(pattern, list) else ():
             module = str(kind).rpartition(".")[0]
+            # A module that is loaded already runs nothing new.
             if module and module not in sys.modules:
                 raise ValueError(
                     f"{file}: model.architecture.pattern names {shown(kind)}, and a folder may not "
@@ -446,6 +455,7 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
                     f"`import {shown(module)[1:-1]}`"
                 )
         try:
+            # As in `load`: the mesh of the run may not fit here.
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(saved["seed"])
         except ValueError as error:

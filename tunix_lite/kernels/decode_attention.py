@@ -80,6 +80,7 @@ def fused_attend(
     of_angles = (P(of_cache[0], None),) * 2
     in_specs = (qkv, (P(None),) * len(norms), of_angles, P(of_cache[0]), (of_cache, of_cache))
     out_specs = (heads, of_cache, of_cache)
+    # The results of a kernel do not say over which axes they vary, so jax cannot check it.
     on_devices = jax.shard_map(
         on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -120,11 +121,13 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
     # Then those that are in the cache, except the one whose column the new token takes.
     q = [x.astype(dtype) for x in q]
     held = jnp.minimum(newest, C)
+    # By default a GPU multiplies float32 as tf32, with a mantissa of 10 bits.
     exact = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def add_columns(i: jax.Array, carry: tuple) -> tuple:
         top, total, summed = carry
         at = i * COLUMNS_AT_ONCE + jnp.arange(COLUMNS_AT_ONCE)
+        # The last block goes beyond the cache; what it reads there is masked below.
         here = jnp.minimum(at, C - 1)
         scores = triton.dot(q[0], k_CH[here, first], trans_b=True, precision=exact)
         scores += triton.dot(q[1], k_CH[here, second], trans_b=True, precision=exact)

@@ -49,13 +49,16 @@ class Tile:
 def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
     """The largest tile with enough programs: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64,
     4)."""
+    # Triton wants powers of two.
     rows = max(FEWEST, min(MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
     tile = Tile(rows, MOST_OF_A_SIDE)
     while tile.programs(B, O) < FEWEST_PROGRAMS:
+        # Parts first: smaller tiles read the weights or the rows more often, parts do not.
         parts = 2 * tile.parts
         if parts <= most_parts and S % (parts * FEWEST) == 0:
             tile = replace(tile, parts=parts)
         elif tile.columns >= tile.rows and tile.columns > FEWEST:
+            # The longer side first: of tiles of one size, a square one reads the least.
             tile = replace(tile, columns=tile.columns // 2)
         elif tile.rows > FEWEST:
             tile = replace(tile, rows=tile.rows // 2)
@@ -154,6 +157,7 @@ def _rows(x_BT: jax.Array) -> str | None:
 
 
 def _on_devices(function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+    # As in decode_attention: kernels do not say over which axes their results vary.
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -172,6 +176,7 @@ def _product(
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
     tile = tile_of(B, S, sum(widths), most_parts)
+    # Parts are added up outside, so they stay unrounded until then.
     dtype = dtype if tile.parts == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((tile.parts, B, sum(widths)), dtype)
     inputs = (x_BS, *weights_SO)
@@ -214,7 +219,9 @@ def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
     # What lies beyond the last row or column is read as the last one.
     rows_R = jnp.minimum(rows_R, len(x_BS) - 1)[:, None]
     of_part = x_BS.shape[1] // tile.parts
+    # A divisor, so that no turn reads beyond the part.
     at_once = int(np.gcd(of_part, AT_ONCE))
+    # As in decode_attention: tf32 is too coarse.
     exact = jax.lax.Precision.HIGHEST if x_BS.dtype == jnp.float32 else None
 
     def write(group: list, piece: Any, first: int) -> None:
@@ -232,6 +239,7 @@ def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
         nothing = (jnp.zeros((tile.rows, tile.columns), jnp.float32),) * len(group)
         sums = jax.lax.fori_loop(0, of_part // at_once, add, nothing)
         if activation:
+            # Rounded as two products by themselves would be.
             gate_RW, up_RW = (x.astype(dtype).astype(jnp.float32) for x in sums)
             if activation == "silu":
                 gate_RW = gate_RW / (1 + jnp.exp(-gate_RW))

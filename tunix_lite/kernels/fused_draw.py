@@ -69,6 +69,7 @@ def fused_draw(
     # Each device draws for its own rows from its own part of the vocabulary.
     in_specs = (P(rows, None), P(tokens, None), P(rows, None), P(None))
     out_specs = P(rows, tokens)
+    # As in decode_attention: kernels do not say over which axes their results vary.
     on_devices = jax.shard_map(
         on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -110,12 +111,14 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
 
     # Logits, summed in float32 as in decoder.logits.
     columns = int(np.gcd(D, MOST_COLUMNS))
+    # As in decode_attention: tf32 is too coarse.
     exact = jax.lax.Precision.HIGHEST if hidden_BD.dtype == jnp.float32 else None
 
     def add_columns(i: jax.Array, sum_RW: jax.Array) -> jax.Array:
         at = i * columns + jnp.arange(columns)
         table = table_VD[here_W[:, None], at[None]]
         hidden = hidden_BD[rows_R[:, None], at[None]]
+        # Rows times head: head times rows takes 157 registers of a thread in place of 128.
         return sum_RW + triton.dot(hidden, table, trans_b=True, precision=exact)
 
     nothing = jnp.zeros((R, PIECE), jnp.float32)
@@ -150,8 +153,10 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
     token_R = jnp.min(jnp.where(is_best_RW, token_1W, last), axis=1)
     is_drawn_RW = token_1W == token_R[:, None]
     logit_R = jnp.sum(jnp.where(is_drawn_RW, logits_RW, 0.0), axis=1)
+    # By this score `best_of_pieces` sees that there was a NaN.
     best_R = jnp.where(has_nan_R, jnp.nan, best_R)
     for ref, x in zip(out_refs, (best_R, token_R, logit_R, top_R, sum_R)):
+        # Rows beyond the last write the numbers of the last once more.
         ref[rows_R] = x
 
 
@@ -163,6 +168,7 @@ def _threefry(
     keys: tuple[jax.Array, jax.Array], low: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The two words of threefry-2x32 with 20 rounds, of a key and the counter (0, low), uint32."""
+    # The constant of the paper, for which no extended key is all zeros.
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = keys[0], low + keys[1]
     for group in range(5):

@@ -164,7 +164,7 @@ def with_divergence(
                 spec_of_teacher = head_spec(len(table_VD), teacher.softcap, temperature)
                 table_VE = batch.constants[TABLE]
                 divergence = head_divergence(*ours, spec_of_teacher, theirs[HIDDEN], table_VE)
-            return ComparedScores(*sampled, divergence)
+            return ComparedScores(sampled.logprobs, sampled.entropy, divergence)
 
         return scores(params, batch, head=head)
 

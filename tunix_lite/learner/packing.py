@@ -101,21 +101,40 @@ class Packed:
         return x_BT
 
 
-def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
-    """The rows are the sequences, unchanged, whose real tokens must be contiguous. counts_BT: which
-    tokens count. Raises ValueError where one counts that nothing predicts."""
-    token_mask_BT = np.asarray(token_mask_BT, bool)
+def unpacked(
+    token_mask_BT: np.ndarray,
+    counts_BT: np.ndarray,
+    segment_ids_BT: np.ndarray | None = None,
+    num_rows: int = 0,
+) -> Packed:
+    """The rows are the sequences, unchanged, whose real tokens must be contiguous, and empty rows
+    where there are fewer than num_rows. counts_BT: which tokens count. segment_ids_BT: the
+    documents of each sequence, as in Batch; None: it is one. Raises ValueError where a token counts
+    that nothing predicts."""
     counts_BT = np.asarray(counts_BT, bool)
-    _check_predicted(token_mask_BT, counts_BT)
-    T = counts_BT.shape[1]
-    previous_BT = np.broadcast_to(np.arange(T) - 1, counts_BT.shape)
+    segment_ids_BT = token_mask_BT if segment_ids_BT is None else segment_ids_BT
+    segment_ids_BT = np.asarray(segment_ids_BT, np.int32)
+    _check_predicted(segment_ids_BT, counts_BT)
+    shape = counts_BT.shape
+    source_RT = np.arange(counts_BT.size, dtype=np.int32).reshape(shape)
+    if (missing := num_rows - len(counts_BT)) > 0:
+        below = ((0, missing), (0, 0))
+        source_RT = np.pad(source_RT, below, constant_values=-1)
+        segment_ids_BT = np.pad(segment_ids_BT, below)
+        counts_BT = np.pad(counts_BT, below)
+
+    # positions begin anew with each document
+    T = shape[1]
+    columns = np.arange(T, dtype=np.int32)
+    is_first = np.diff(segment_ids_BT, axis=1, prepend=0) != 0
+    starts = np.maximum.accumulate(np.where(is_first, columns, 0), axis=1)
     return Packed(
-        source=np.arange(counts_BT.size, dtype=np.int32).reshape(counts_BT.shape),
-        segment_ids=token_mask_BT.astype(np.int32),
-        positions=np.maximum(token_mask_BT.cumsum(axis=1, dtype=np.int32) - 1, 0),
+        source=source_RT,
+        segment_ids=segment_ids_BT,
+        positions=np.where(segment_ids_BT > 0, columns - starts, 0),
         completion_ids=None,
-        **_scored(counts_BT, previous_BT, RowShape(T)),
-        shape=counts_BT.shape,
+        **_scored(counts_BT, np.broadcast_to(columns - 1, counts_BT.shape), RowShape(T)),
+        shape=shape,
         num_parts=1,
         row_shape=RowShape(T),
     )
@@ -228,9 +247,10 @@ class _Unit(NamedTuple):
         return self.prefix + sum(self.lengths)
 
 
-def _check_predicted(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> None:
-    predicted_BT = token_mask_BT.copy()
-    predicted_BT[:, 1:] &= token_mask_BT[:, :-1]
+def _check_predicted(segment_ids_BT: np.ndarray, counts_BT: np.ndarray) -> None:
+    """segment_ids_BT: 0 is padding; of one sequence the mask of its tokens does."""
+    predicted_BT = np.array(segment_ids_BT, bool)
+    predicted_BT[:, 1:] &= segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
     predicted_BT[:, :1] = False
     wrong = np.argwhere(counts_BT & ~predicted_BT)
     if len(wrong):

@@ -38,7 +38,8 @@ class _Rescore:
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
         # Other fields of a batch would only make another program.
-        read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
+        arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
+        read = Batch(*arrays, segment_ids=batch.segment_ids)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
 

@@ -31,6 +31,8 @@ class RowLayout:
     num_scored: int | None = None
     shape: RowShape | None = None  # shape of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
+    # unpacked rows of an update, empty ones after a batch with fewer sequences; 0: as they come
+    num_rows: int = 0
 
     @property
     def width(self) -> int:
@@ -63,7 +65,9 @@ class RowLayout:
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
             # a sequence a row; a slice finds the scored tokens, in the last columns
-            packed = packing.unpacked(batch.token_mask, counts_BT)
+            packed = packing.unpacked(
+                batch.token_mask, counts_BT, batch.segment_ids, self.num_rows
+            )
             width = counts_BT.shape[1]
             needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
             last = self.num_scored
@@ -75,7 +79,9 @@ class RowLayout:
                 raise ValueError(
                     f"tokens count in the last {needed} columns, but num_scored={last}"
                 )
-            scored_columns = {"is_scored": counts_BT[:, width - last :]}
+            missing = len(packed.source) - len(counts_BT)
+            is_scored = np.pad(counts_BT[:, width - last :], ((0, missing), (0, 0)))
+            scored_columns = {"is_scored": is_scored}
         else:
             counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
             packed = packing.packed(
@@ -85,9 +91,10 @@ class RowLayout:
             scored_columns = {name: getattr(packed, name) for name in names}
 
         # every value about a token goes where its token goes
-        placed = jax.tree.map(packed.place, batch)
+        placed = vars(jax.tree.map(packed.place, batch.replace(segment_ids=None)))
+        del placed["segment_ids"]
         rows = RowBatch(
-            **vars(placed),
+            **placed,
             **scored_columns,
             **self.lanes(packed.row_shape),
             max_parts=self.num_parts,

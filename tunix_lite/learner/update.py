@@ -114,16 +114,42 @@ class TrainStep:
         constants: dict | None = None,
     ) -> tuple[Params, Metrics]:
         """The gradient of a micro-batch: its rows and their dropout keys."""
+        grads, metrics = jax.grad(self.objective, has_aux=True)(
+            params, frozen, part, constants
+        )
+        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
+        return jax.tree.map(jnp.conj, grads), metrics
+
+    def objective(
+        self,
+        params: Params,
+        frozen: Params | None,
+        part: tuple[RowBatch, jax.Array | None],
+        constants: dict | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss of a micro-batch, and its metrics."""
         batch, keys_R = part
+        acting = acting_params(frozen, params, self.lora, keys_R)
+        scores = self.policy.scores(acting, batch.with_constants(constants))
+        loss, metrics = self.algorithm.loss(scores, batch)
+        entropy = jax.lax.stop_gradient(jnp.sum(batch.loss_weight * scores.entropy))
+        return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}
 
-        def objective(params: Params) -> tuple[jax.Array, Metrics]:
-            acting = acting_params(frozen, params, self.lora, keys_R)
-            scores = self.policy.scores(acting, batch.with_constants(constants))
-            loss, metrics = self.algorithm.loss(scores, batch)
-            entropy = jax.lax.stop_gradient(jnp.sum(batch.loss_weight * scores.entropy))
-            return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}
+    @functools.cached_property
+    def compile_metrics(self) -> Callable[..., jax.stages.Compiled]:
+        """(params, frozen, batch), arrays or their shapes -> the program of `metrics`, which is
+        kept."""
+        options = options_of_mesh(self.compiler_options)
+        return compiled_once(jax.jit(self.metrics, compiler_options=options).lower)
 
-        return jax.grad(objective, has_aux=True)(params)
+    def metrics(self, params: Params, frozen: Params | None, batch: RowBatch) -> Metrics:
+        """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
+        is updated."""
+
+        def of_part(part: RowBatch) -> Sums:
+            return {}, self.objective(params, frozen, (part, None), batch.constants)[1]
+
+        return accumulate(of_part, batch.per_row, batch.max_parts, batch.num_parts)[1]
 
 
 def apply(

@@ -99,6 +99,7 @@ class Yarn:
         pairs = dim * np.log(self.original_positions / turns) / (2 * np.log(theta))
         low = max(np.floor(pairs[0]), 0)
         high = min(np.ceil(pairs[1]), dim - 1)
+        # Never 0, where both ends are one pair; transformers does the same.
         slow = np.clip((np.arange(len(frequency)) - low) / ((high - low) or 0.001), 0, 1)
         return frequency * (1 - slow + slow / self.factor)
 
@@ -337,6 +338,7 @@ class Architecture:
         theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
         frequency = theta ** -(np.arange(half) / half)
         if kind == "global":
+            # Frequency 0 turns nothing.
             frequency[int(half * self.global_rope_share) :] = 0
         if (long := self.longrope) is not None:
             is_long = self.max_positions > long.original_positions

@@ -65,6 +65,7 @@ def meta_of_rows(batch: RowBatch) -> AttentionMeta:
 
 def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:
     """The metadata of rows that hold one sequence each. Padding may be on either side."""
+    # Padding on the left would have the position -1.
     positions_BT = jnp.maximum(jnp.cumsum(token_mask_BT, axis=1) - 1, 0)
     return AttentionMeta(positions_BT, token_mask_BT.astype(jnp.int32))
 
@@ -123,6 +124,7 @@ def attend(
         jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
     )
     k = k_BKSH.astype(dtype)
+    # XLA for CPUs would transpose all keys for this product.
     if T == 1 and not is_rounded(dtype):
         scores = jax.lax.platform_dependent(
             q, k, cpu=lambda q, k: matrix_first(k, q), default=to_scores
@@ -130,6 +132,7 @@ def attend(
     else:
         scores = to_scores(q, k)
     scores = checkpoint_name(scores, name)
+    # After the product: a token has one scale, and many elements.
     if k_scales_BKS is not None:
         scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
     if cfg.attn_softcap is not None:
@@ -262,6 +265,7 @@ def _in_pieces(
 ) -> jax.Array:
     """`attend` for one piece of the queries after the other."""
 
+    # Otherwise the backward pass would keep the scores of all pieces at once.
     @jax.checkpoint
     def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
         return attend(
@@ -429,6 +433,7 @@ def splash(
     def kernel(is_local: bool) -> Callable[..., jax.Array]:
         return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
 
+    # The kernel has no scale of its own.
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
     k_BTKH = _repeat_heads_for_tp(k_BTKH)
     v_BTKH = _repeat_heads_for_tp(v_BTKH)
@@ -436,6 +441,7 @@ def splash(
     arrays = (*heads_first, meta.segments)
     if isinstance(is_local, bool):
         return kernel(is_local)(*arrays).swapaxes(1, 2)
+    # Its mask is static, so each kind of layer has a kernel of its own.
     return jax.lax.cond(is_local, kernel(True), kernel(False), *arrays).swapaxes(1, 2)
 
 
@@ -450,6 +456,7 @@ def _splash_kernel(
 
     B, T, N, H = q_shape
     if is_local:
+        # Our window counts the query's own token.
         head_mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
     else:
         head_mask = kernels.CausalMask((T, T))
@@ -477,6 +484,7 @@ def _splash_kernel(
     qkv_spec = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
     in_specs = (qkv_spec, qkv_spec, qkv_spec, P(qkv_spec[0], None))
     on_a_device = jax.vmap(of_sequence)
+    # The results of a kernel do not say over which axes they vary, so jax cannot check it.
     return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=qkv_spec, check_vma=False)
 
 
@@ -578,6 +586,7 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
         return attention(q, k, v, mask=mask).sum().astype(jnp.float32)
 
     try:
+        # With its gradient, whose kernel may fail alone.
         jax.jit(jax.grad(total)).lower(x, x, x, mask).compile()
     except Exception as error:
         # Whatever the error is, it is the reason.

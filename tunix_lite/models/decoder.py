@@ -91,6 +91,7 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
     all."""
     kinds = {*cfg.pattern, *cfg.kinds_of_weights}
     tables = [layer_weights(cfg, kind) for kind in kinds]
+    # In one stack, layers differ by their windows and angles only, which are data of the scan.
     if kinds <= ROTATED and all(table == tables[0] for table in tables):
         return (None,) * cfg.num_layers
     return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds_of_weights)
@@ -182,6 +183,7 @@ def copy_to_score(
         return weight.dtype if len(unstacked(weight).shape) == 1 else dtype
 
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
+        # A copy in any case, as the next update donates the original.
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
     # norms stay in float32, as in training
@@ -502,6 +504,7 @@ def embed(
     """The embeddings of tokens, [B, T, D], in `dtype`."""
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
+        # As in transformers, the factor itself is rounded, too.
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
     return constrain(x_BTD, *_LAYER_INPUT)
 
@@ -527,6 +530,7 @@ def per_layer_inputs(
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least."""
     if jnp.finfo(table_VD.dtype).bits >= 32:
+        # Its gradient is a sum in float32 by itself.
         return table_VD[tokens_BT]
     return _lookup(table_VD, tokens_BT)
 
@@ -630,6 +634,7 @@ def block(
     LayerKind."""
     # Attention, or what is in its place.
     normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
+    # With sequence parallelism the tokens are gathered here, and their gradient is scattered.
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
     mixed_BTD, extra = mix(normed_BTD, w, cfg, around)
     mixed_BTD = constrain(mixed_BTD, *_RESIDUAL)

@@ -180,6 +180,7 @@ def _backward(
         ours = jnp.where(is_token, logits - ours_total, BELOW_ALL)
         theirs = _logits(specs[1], teacher_BME, index, theirs_PSE) - theirs_total
         slope = jnp.where(is_token, kind.of(ours, theirs)[1], 0.0)
+        # All logits share one total, so each loses its share of the sum of slopes.
         return pull(g * (slope - jnp.exp(ours) * slopes))[0]
 
     return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent, (teacher_NPSE,)), None, None
@@ -261,6 +262,7 @@ def _spread(places: jax.Array, values: jax.Array, size: int) -> jax.Array:
     """[B, M, P, K] values at their places in a block, [B, M, P, S], 0 elsewhere."""
 
     def one(place_K: jax.Array, value_K: jax.Array) -> jax.Array:
+        # A token that is not in the block has the place S, which is dropped.
         return jnp.zeros(size, value_K.dtype).at[place_K].add(value_K, mode="drop")
 
     return jax.vmap(jax.vmap(jax.vmap(one)))(places, jnp.broadcast_to(values, places.shape))

@@ -281,6 +281,7 @@ def _delta_rule(
     memory: S before the first token, if the rows go on. prompts: where the sequences begin.
     """
     B, T, V = rows.beta.shape
+    # A power of two, as `_inverse` halves its blocks.
     size = min(CHUNK, 1 << (T - 1).bit_length())
     num_chunks = -(-T // size)
 
@@ -289,6 +290,8 @@ def _delta_rule(
         return jnp.pad(x, more, mode=mode).reshape(B, num_chunks, size, *x.shape[2:])
 
     q, k, v, log_decay, beta = map(cut, (q, k, v, rows.log_decay, rows.beta))
+    # Padding goes on with the last sequence and changes nothing, so the last state is that of
+    # its last token.
     numbers = cut(rows.numbers, "edge")
 
     # Decay from the first token of a sequence in the chunk up to i, and from j to i.
@@ -313,6 +316,7 @@ def _delta_rule(
 
     # Only tokens that go on from the last chunk read S, and only the last sequence writes to it.
     last = numbers[:, :, -1]
+    # No token has the number -1: nothing is read before the first chunk.
     first = numbers[:, :1, 0] if memory is not None else jnp.full((B, 1), -1)
     previous = jnp.concatenate([first, last[:, :-1]], axis=1)
     goes_on = numbers == previous[..., None]
@@ -397,6 +401,7 @@ def _inverse(below: jax.Array) -> jax.Array:
 
 
 def _inverse_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    # d(A^-1) = - A^-1 dA A^-1
     across = _einsum("...ji,...jk->...ik", inverse, cotangent)
     return (-_einsum("...ij,...kj->...ik", across, inverse),)
 

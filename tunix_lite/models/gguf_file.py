@@ -79,6 +79,7 @@ class GgufFile:
         # a default may be of any type
         if key not in self.values:
             return value
+        # For isinstance a boolean is an int, too.
         is_right = type(value) is kind
         if kind is int:
             is_right = is_right and value >= 0
@@ -175,6 +176,7 @@ def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
                 )
             num_tensors, num_values = cursor.unpack("QQ", "its counts")
             values = {}
+            # The least bytes of a key: 8 of a length, 4 of a type and 1 of a value.
             for i in range(cursor.checked(num_values, 13, "number of keys")):
                 key = cursor.text(f"key {i}")
                 if key in values:
@@ -299,6 +301,7 @@ class _Cursor:
                     f"{self.path}: the tensor {escaped(name)} has {num_dims:,} dims; expected is "
                     "1 to 4"
                 )
+            # ggml names the contiguous dim first.
             shape = self.unpack(f"{num_dims}Q", name)[::-1]
             number, offset = self.unpack("IQ", name)
             yield name, shape, number, offset

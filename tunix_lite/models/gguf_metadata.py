@@ -111,6 +111,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
                 f"{file.path}: {name}.{own} is {size}, and heads have {head_dim}: that is not "
                 "supported"
             )
+    # Where a file has no head, the embedding is the head, too.
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:

@@ -79,6 +79,7 @@ def save_gguf(
         )
     num_bytes = {}
     for hf_name, shape in shapes.items():
+        # As convert_hf_to_gguf.py has it, tensors of one dim stay in float32.
         own = gguf.GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
         block, _ = gguf.GGML_QUANT_SIZES[own]
         if shape[-1] % block:

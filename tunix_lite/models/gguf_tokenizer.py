@@ -87,6 +87,7 @@ def gguf_tokenizer(path: str) -> tokenizers.Tokenizer:
             ids[name] = config[f"{name}_token"]
     if ids:
         single = [token for token in (ids.get("bos"), "$A", ids.get("eos")) if token]
+        # Both are syntax of such a template.
         if any(":" in token or "$" in token for token in ids.values()):
             raise ValueError(
                 f"{path}: {shown(ids)} cannot be added to texts: they hold : or $"
@@ -121,6 +122,7 @@ def _bytes_tokenizer(file: GgufFile, vocabulary: dict[str, int]) -> tokenizers.T
         add_prefix_space=False, use_regex=not is_cut_by_pattern
     )
     made.pre_tokenizer = pre_tokenizers.Sequence([*before, of_bytes])
+    # The other patterns are Qwen's, whose tokenizers compose characters first.
     if is_cut_by_pattern and pattern is not _LLAMA3:
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
@@ -174,6 +176,7 @@ def _derived_merges(
     """The merges that a vocabulary implies, as in transformers: each cut of a token into two, by
     its score and the length of the first part, both falling. scores: None: the first token has the
     highest."""
+    # The merges share these texts: a copy of each part would take far more memory.
     same = {token: token for token in vocabulary}
     merges = []
     for token, number in vocabulary.items():

@@ -67,6 +67,7 @@ class Tensors:
                     f"{folder / INDEX}: weight_map={shown(indexed)}; it is an object"
                 )
             for name, file in indexed.items():
+                # A file of a stranger must not name one outside of its folder.
                 if not isinstance(file, str) or "\0" in file or Path(file).name != file:
                     raise ValueError(
                         f"{folder / INDEX}: {escaped(name)} is said to be in {shown(file)}, which "
@@ -257,6 +258,7 @@ def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 
 def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
     """The values of one layer's weight, given the tensor on disk."""
+    # The same code reads a tensor that is in memory.
     held = SimpleNamespace(read=lambda _, index: tensor[index])
     return _read_slice(held, "", weight, (slice(None),) * len(weight.shape))
 
@@ -413,6 +415,7 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
+            # A tensor of several weights counts once.
             num_read += num_bytes[name] if first == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
@@ -611,10 +614,13 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes a safetensors file with the permissions of any new file."""
     save_file(
+        # safetensors would write the memory of a transposed view as it lies.
         {name: np.ascontiguousarray(x) for name, x in tensors.items()},
         str(file),
+        # transformers refuses a file that names no format.
         metadata={"format": "pt"},
     )
+    # safetensors makes a file for its owner alone; to read the mask is to set it.
     mask = os.umask(0)
     os.umask(mask)
     file.chmod(0o666 & ~mask)

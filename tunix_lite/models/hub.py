@@ -82,6 +82,7 @@ def _folder(
         "ignore_patterns": list(_NEVER),
     }
     if kind == "dataset":
+        # Files of a data set may lie in folders.
         wanted |= {"repo_type": kind, "ignore_patterns": None}
 
     # From the cache, without the network; else from the hub. A cache that an older version of the

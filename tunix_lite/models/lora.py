@@ -137,6 +137,7 @@ def attach(
     """
     leaves = flatten(base)
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    # Sorted, so that the key of a weight does not depend on the order of a dict.
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         keys_LB = None
         if keys is not None:

@@ -110,6 +110,7 @@ def quantize(
     """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
+    # In a block of zeros there is nothing to divide by.
     largest = jnp.where(largest > 0, largest, 1.0)
     if isinstance(like, Int8):
         scales = largest / 127

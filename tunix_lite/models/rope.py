@@ -27,6 +27,7 @@ def rope_angles(
     with Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
     frequency, amplitude = cfg.rope(kind)
     positions_BT11 = positions_BT[..., None, None]
+    # With 64 bits the angle has digits enough.
     if jnp.asarray(frequency).dtype == jnp.float64:
         sin, cos = jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
     else:

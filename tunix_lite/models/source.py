@@ -164,6 +164,7 @@ def locate(model: ModelConfig) -> FoundModel:
                         f"{'; '.join(differ)} (there). Choose another model=, or "
                         "model.architecture=null to take what is there"
                     )
+                # Its factors depend on this number, which the user may choose.
                 if cfg.longrope is not None:
                     cfg = replace(cfg, max_positions=model.architecture.max_positions)
     elif family is not None:
@@ -215,6 +216,7 @@ def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
             f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: "
             "the same token is another text there; use a teacher of the same family"
         )
+    # A larger one is fine: models of a family differ in how many rows pad the table.
     if located.cfg.vocab_size < student.cfg.vocab_size:
         raise ValueError(
             f"weights={teacher.weights} has vocab_size={located.cfg.vocab_size}, and "
@@ -329,6 +331,7 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
     settings = replace(
         model,
         architecture=located.cfg,
+        # The folder is not needed again: the checkpoint has the adapters.
         lora=replace(located.lora, adapter=None) if located.lora else LoraConfig(),
         weights=absolute(model.weights),
         tokenizer=absolute(model.tokenizer),

@@ -133,6 +133,7 @@ def _environment() -> jinja2.Environment:
             sort_keys=sort_keys,
         )
 
+    # A template changes nothing that it is given, and reaches nothing behind it.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )

@@ -189,6 +189,7 @@ class Tokenizer:
                     and (token.special or turn is answer)
                     and is_end(after.strip(), token.content)
                 ]
+                # Of tokens that begin alike, the longest is the one that stands there.
                 ends += [i for _, i in sorted(fit)[-1:]]
         return tuple(dict.fromkeys(ends))
 
@@ -386,8 +387,33 @@ class Tokenizer:
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
+        return [*ids, self.end_id]
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a text: the eos_token, if a completion may end with it."""
         named = self.backend.token_to_id(self.special.get("eos_token", ""))
-        return [*ids, named if named in self.eos_ids else self.eos_ids[0]]
+        return named if named in self.eos_ids else self.eos_ids[0]
+
+    def documents(self, texts: list[str], special: str) -> list[list[int]]:
+        """The tokens of each text, many at once, without those that begin and end it. special: what
+        special tokens spelled in it are, as of `as_data`. Raises ValueError."""
+        marked = [as_data(text, self.special_in(text), special) for text in texts]
+        plain = [text for text in marked if isinstance(text, str)]
+        try:
+            with _panics_named():
+                encoded = self.backend.encode_batch_fast(plain, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise ValueError(
+                "half of a character (a lone surrogate), which is no text"
+            ) from error
+        ids = iter(self._in_table(one.ids) for one in encoded)
+        return [
+            next(ids)
+            if isinstance(text, str)
+            else self.written_ids(lambda read, text=text: read(text), text)
+            for text in marked
+        ]
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
         """The tokens from the end of the last turn of `earlier` to where the model continues
@@ -483,6 +509,7 @@ class Tokenizer:
     @cached_property
     def _special_texts(self) -> re.Pattern:
         """Matches the text of any special token, the longest first."""
+        # The first alternative that matches wins, and some tokens begin as others do.
         tokens = sorted(
             self._special_tokens.values(), key=lambda token: len(token.content), reverse=True
         )
@@ -499,6 +526,7 @@ class Tokenizer:
         id."""
         # No text can hold a name of private characters, drawn anew in every process.
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        # It then takes what spells a special token as text.
         backend.encode_special_tokens = True
         prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
         names = {}
@@ -624,6 +652,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
     except ValueError:
         raise
     except BaseException as error:
+        # A panic of the library is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(

@@ -86,6 +86,7 @@ class TurnTokens:
         before = tokenizer.encode(placeholder)
         ids = tokenizer.written_ids(write, *contents)
         if ids[: len(before)] != before:
+            # Letters were joined with the placeholder, so the text goes without it.
             ids = tokenizer.written_ids(
                 lambda read: self._after_the_turn(read_quoted(answered, read), placeholder),
                 *contents,

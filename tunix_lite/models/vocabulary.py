@@ -43,7 +43,8 @@ def token_scores(
     softcap: float | None,
     temperature: float,
 ) -> TokenScores:
-    """Log-probability of each target and the entropy beside it, [B, M] float32.
+    """Log-probability of each target, the entropy beside it, and whether it is the likeliest token,
+    [B, M] float32.
 
     hidden: at the position that predicts the target. table: the output embedding, as it is stored.
     """
@@ -78,6 +79,7 @@ def num_blocks(vocabulary: int, tokens: int) -> int:
     needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
     wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
+    # A divisor needs no padding, which would be multiplied in vain.
     return next((n for n in near if vocabulary % n == 0), wanted)
 
 
@@ -147,12 +149,14 @@ def pulled_back(
     """The gradients of hidden and table, of what cotangent(products, block) gives for the products
     of a block, (number, table, *others). trains: None: the table does not train."""
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    # By part, so that tp adds up once, behind the loop.
     zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
     def one_block(
         total: jax.Array,
         block: tuple,
     ) -> tuple[jax.Array, jax.Array | None]:
+        # Block by block: no device ever holds the whole table.
         used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
         slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
 
@@ -174,7 +178,7 @@ def _scores(
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     results, _ = _forward(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
     return results
 
@@ -184,8 +188,9 @@ def _forward(
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(log-probabilities, entropies, 1 where the target is the likeliest token) and the logsumexp,
+    which the backward pass needs as well."""
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def one_block(
@@ -225,7 +230,9 @@ def _forward(
     chosen = jnp.sum(chosen, axis=-1)
     logprobs = (chosen - highest) - jnp.log(total)
     entropy = jnp.log(total) - weighted / total
-    return (logprobs, entropy), jnp.log(total) + highest
+    # the same numbers in both, so they are equal to the bit
+    is_likeliest = (chosen >= highest).astype(logprobs.dtype)
+    return (logprobs, entropy, is_likeliest), jnp.log(total) + highest
 
 
 def _forward_with_residuals(
@@ -237,7 +244,7 @@ def _forward_with_residuals(
     """The forward pass, and what the backward pass needs of it."""
     arrays = (hidden.value, constrained(table.value), targets.value)
     results, log_total = _forward(spec, *arrays)
-    _, entropy = results
+    _, entropy, _ = results
     # Whether the table trains is a matter of structure, () or None, so that it is known while
     # tracing.
     trains = () if table.perturbed else None
@@ -247,12 +254,12 @@ def _forward_with_residuals(
 def _backward(
     spec: HeadSpec,
     residuals: tuple,
-    cotangents: tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero],
+    cotangents: tuple[jax.Array | SymbolicZero, ...],
 ) -> tuple[jax.Array, jax.Array | None, None]:
     """The gradients of hidden and table: d s_v = g (1[v = token] - p_v) - e p_v (log p_v +
     entropy)."""
     hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
-    g, e = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
+    g, e, _ = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
     log_total = log_total[..., None, None]
     entropy = entropy[..., None, None]
 

@@ -247,6 +247,7 @@ def project(
     [*batch, *outputs]. sum_dtype: of the parts of shards, as rounding.product takes it."""
     if isinstance(weight, Lora):
         x_kept = x if weight.keys is None else dropout(x, weight.keys, weight.dropout)
+        # Two thin products, as a @ b would be as large as the weight.
         adapted = project(project(x_kept, weight.a, inputs, sum_dtype), weight.b)
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
         return added(project(x, weight.base, inputs, sum_dtype), scaled)
@@ -301,6 +302,7 @@ def for_compute(
             scales=gather(leaf.scales, scales_axes(weight)),
         )
     if leaf.ndim == 1:
+        # Norms compute in float32 anyway, and are too small for a gather.
         return leaf
     if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
         return gather(stored(leaf, dtype), weight.axes)
@@ -310,6 +312,7 @@ def for_compute(
     if not weight.inputs:
         # A bias, which is rounded where it is added (decoder.attention_part).
         return gather(master, weight.axes)
+    # The gradient goes to `master`, which has more bits.
     value = gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes)
     return ComputeCopy(value, master, weight.axes)
 

@@ -98,6 +98,7 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
 
 def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
+    # Whole numbers of Python, which stay exact at any size.
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
         numbers = [c.count, c.total_bytes, sent_bytes(c)]
@@ -214,6 +215,7 @@ def _read_collective(
 def _is_sliced(reduced: Instruction, computation: Computation) -> bool:
     """Returns whether each device uses only a slice of the result."""
     names = {reduced.name}
+    # One pass is enough: in the text of a program users stand below what they use.
     for instruction in computation.instructions.values():
         if names & set(instruction.operands[:1]):
             if instruction.op == "dynamic-slice":

@@ -52,9 +52,11 @@ def _known_options(
     if not options:
         return {}
     mesh = jax.sharding.get_mesh()
+    # The default platform may be another than that of the mesh.
     place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     # the smallest program there is: only its options are asked about
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+    # No call lists the options of a compiler.
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -42,6 +42,7 @@ def compiled_once(
     def compiled(*args: Any) -> jax.stages.Compiled:
         # jax.jit has a cache of its own, but gives no executable to ask about memory
         leaves, structure = jax.tree.flatten(args)
+        # An executable takes only arrays that have its shapes and lie at its places.
         key = (structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
         if key not in executables:
             executables[key] = lower(*args).compile()
@@ -62,9 +63,11 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
     watcher = _compiling.watcher
+    # Threads within threads end together.
     abandoned = _compiling.abandoned or threading.Event()
 
     def one(call: Callable[[], T]) -> T:
+        # Both belong to a thread, and this one is new.
         _compiling.watcher = watcher
         _compiling.abandoned = abandoned
         try:
@@ -85,9 +88,11 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
         raise
     finally:
         pool.shutdown(wait=False)
+    # A compilation cannot be ended from outside, so nobody waits above for the others.
     errors = [future.exception() for future in futures if future.exception() is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, _Abandoned)), errors[0])
+    # Each thread has counted for itself, and this one has waited for all.
     _compiling.add(began, time.perf_counter())
     return [future.result() for future in futures]
 
@@ -135,6 +140,7 @@ def _on_event(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
 
 @functools.cache
 def _listen() -> None:
+    # Once in a process: a listener that is registered twice is called twice.
     jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
@@ -173,6 +179,7 @@ def keep_programs(where: str | None) -> Path | None:
     where: the folder; auto: one in the user's cache folder; None: programs are not kept. Returns
     our folder; None: there is none.
     """
+    # Where a user has set jax's own folder, it stays.
     if where is None or jax.config.jax_compilation_cache_dir:
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -185,6 +192,7 @@ def keep_programs(where: str | None) -> Path | None:
     folder = base / f"programs-{hashlib.sha256(chr(10).join(about).encode()).hexdigest()[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # mkdir accepts a folder that is there already and cannot be written.
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:

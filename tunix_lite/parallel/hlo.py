@@ -58,6 +58,7 @@ def parse(text: str) -> tuple[Program, str]:
     for line in text.splitlines():
         if match := INSTRUCTION.match(line):
             root, name, type_, op, rest = match.groups()
+            # Attributes behind the operands name computations with % as well.
             operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
             current.instructions[name] = Instruction(name, type_, op, operands, rest)
             current.root = name if root else current.root

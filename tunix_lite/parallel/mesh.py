@@ -131,6 +131,7 @@ def use_rules(name: str, **changes: str | None) -> Iterator[None]:
     # a name for each table, so that rules within rules find theirs
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
+    # A stack, as one block may stand inside another.
     _active.append(key)
     try:
         yield
@@ -161,6 +162,7 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         )
     if len(set(names)) != len(names):
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
+    # For isinstance a boolean is an int, too.
     are_sizes = all(type(size) is int and (size >= 1 or size == -1) for size in sizes)
     if not are_sizes or list(sizes).count(-1) > 1:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
@@ -306,6 +308,7 @@ def spec(
                 f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be "
                 f"{fits}: 'model.mesh_shape=[[{sizes[0]},{sizes[1]}],[fsdp,tp]]'"
             )
+        # An axis of one part divides nothing, so two dims may name it.
         entries.append(axis if parts > 1 and size % parts == 0 else None)
         if entries[-1] is not None and entries.count(axis) > 1:
             raise ValueError(
@@ -343,6 +346,7 @@ def sharding(
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
     """`x` with the sharding of these logical axes, inside jit. Without a mesh it raises
     RuntimeError."""
+    # Inside jit the mesh is known by its shape only, without devices.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise RuntimeError(NO_MESH)
@@ -422,6 +426,19 @@ def put(x: ArrayLike, *axes: str) -> jax.Array:
     if jax.process_count() > 1:
         return jax.make_array_from_callback(x.shape, to, lambda part: x[part])
     return jax.device_put(x, to)
+
+
+def own_rows(count: int, num_rows: int) -> np.ndarray:
+    """[count] bool: which rows of an update's batch this process's devices hold. num_rows: of an
+    update; a batch with fewer has empty rows after them. One with more is cut later, so all may
+    be."""
+    if count > num_rows:
+        return np.ones(count, bool)
+    is_own = np.zeros(num_rows, bool)
+    divided = sharding(("batch",), is_own.shape)
+    for index in divided.addressable_devices_indices_map(is_own.shape).values():
+        is_own[index] = True
+    return is_own[:count]
 
 
 def current_mesh() -> Mesh:

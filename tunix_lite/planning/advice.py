@@ -140,6 +140,7 @@ def _few_changes(start: _Trial) -> _Trial:
             if _applied(start, back).peak() <= limit:
                 steps = back
                 break
+            # From here on, more steps back change nothing.
             if _applied(start, back) == _applied(start, steps):
                 break
     return _applied(start, steps)

@@ -264,6 +264,7 @@ class MemoryEstimate:
         not."""
         resolved = self.resolved
         teacher = resolved.teacher
+        # With top_k the update is given lists of tokens instead.
         if teacher is None or teacher.comparison.top_k:
             return 0
         model = resolved.frozen_models[teacher.comparison.model]

@@ -50,12 +50,12 @@ def with_packing(
     can_be_plain = training.micro_batch_tokens is None
     trials = {"none": resolve(packed_as(run, "none"))} if can_be_plain else {}
     # Several sequences may stand in a row if the loss says that it is a sum over tokens, no dropout
-    # belongs to one sequence, and rows are not counted in sequences.
+    # belongs to one sequence, rows are not counted in sequences, and the task does not fill them.
     counts_sequences = training.micro_batch_size or training.gradient_accumulation_steps
     is_sum = bool(reduction_of(run.algorithm))
     why_not = ""
     for name in [name for name in PACKING if name != "none"]:
-        if counts_sequences or not is_sum or run.model.lora.dropout:
+        if counts_sequences or not is_sum or run.model.lora.dropout or run.task.packs_rows:
             break
         try:
             trial = resolve(packed_as(run, name))

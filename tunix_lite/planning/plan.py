@@ -31,6 +31,8 @@ COMPILED = "compiled"
 ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
+# Steps of a plan whose training.epochs nobody has counted.
+STEPS_OF_EPOCHS = 1_000
 # programs whose memory is that of the rollout
 SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
@@ -214,6 +216,12 @@ def with_choices(
     """The run on a mesh of this machine, with the choices that it would make itself: the
     micro-batch, and where sampling keeps the weights. Raises ConfigError if the mesh does not
     divide model or batch."""
+    if run.training.epochs is not None:
+        # nobody has counted the rows
+        planned = replace(
+            run.training, epochs=None, last_batch="drop", max_steps=STEPS_OF_EPOCHS
+        )
+        run = replace(run, training=planned)
     resolved = with_packing(
         run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     )

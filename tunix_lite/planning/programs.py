@@ -101,17 +101,7 @@ def compiled(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        # The bytes that would have been needed, and the sentence that says so.
-        message = str(error)
-        size = r"\(?([\d.]+)([KMGT])i?B?\)?"
-        what = rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}"
-        if (match := re.search(what, message)) is None:
-            line = message.strip().splitlines()[0][:200]
-            raise DoesNotFit(name, None, line) from error
-        number, unit, of, of_unit = match.groups()
-        needed = int(float(number) * UNITS[unit])
-        text = f"{number} {unit}iB of {of} {of_unit}iB"
-        raise DoesNotFit(name, needed, text) from error
+        raise DoesNotFit(name, *_needed(str(error))) from error
     seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
@@ -128,6 +118,18 @@ def compiled(
         seconds,
         tuple(kernels(text, mesh_shape)),
     )
+
+
+def _needed(message: str) -> tuple[int | None, str]:
+    """The bytes that would have been needed, and the sentence that says so."""
+    size = r"\(?([\d.]+)([KMGT])i?B?\)?"
+    match = re.search(
+        rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
+    )
+    if match is None:
+        return None, message.strip().splitlines()[0][:200]
+    number, unit, of, of_unit = match.groups()
+    return int(float(number) * UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
 
 
 # (): a lowered program

@@ -80,7 +80,8 @@ CURVES = (
     _Curve("KL to the reference, nats a token", ("train/kl",)),
     _Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
     _Curve("ratio outside of the clip", ("train/ratio_outside_clip",), is_share=True),
-    _Curve("loss", ("train/loss",)),
+    _Curve("loss", ("train/loss", "eval/loss")),
+    _Curve("likeliest tokens", ("train/token_accuracy", "eval/token_accuracy"), is_share=True),
     _Curve("gradient norm", ("train/grad_norm",)),
     _Curve("learning rate", ("train/learning_rate",)),
     _Curve("seconds of a step", ("time/step", "time/rollout", "time/update")),
@@ -113,6 +114,7 @@ def curves(run: Evidence) -> list[Chart]:
                     counts = np.convolve(np.ones(len(steps)), window, "same")
                     smooth = np.convolve(series.values, window, "same") / counts
                     lines.append(Line(label, steps, smooth.tolist(), color))
+        # What is 0 in every step is no part of this run.
         if any(any(line.values) for line in lines):
             charts.append(Chart(curve.title, lines, curve.is_share, note))
     return charts
@@ -162,6 +164,7 @@ def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     apart = next(
         power * nice for nice in (1, 2, 5, 10) if power * nice * count >= reach * 0.999
     )
+    # Rounding may put a whole number just below itself, or above.
     begin = math.floor(low / apart + 1e-9)
     end = math.ceil(high / apart - 1e-9)
     return [i * apart for i in range(begin, end + 1)]

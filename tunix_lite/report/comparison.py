@@ -19,6 +19,7 @@ _MOST_CHARACTERS = 60
 def runs_in(folder: Path) -> list[Path]:
     """The folders of runs right below a folder, by number and then by name, as a sweep has them."""
     found = [path.parent for path in folder.glob("*/metrics.jsonl")]
+    # Numbers by their length first, so that 10 follows 9.
     return sorted(
         found, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name)
     )

@@ -7,7 +7,7 @@ import numpy as np
 from tunix_lite.report.statistics import Comparison, Estimate, compare, estimate
 
 # scores that are shares, and are shown in percent; the others are plain numbers
-SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
+SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match")
 
 
 @dataclass(frozen=True)

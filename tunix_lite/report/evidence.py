@@ -211,7 +211,7 @@ def read_evidence(folder: Path) -> Evidence:
         folder,
         with_chosen_values(settings, fingerprint) if settings else fingerprint,
         [row for row in rows if "train/loss" in row or "train/skipped" in row],
-        [row for row in rows if "eval/accuracy" in row],
+        [row for row in rows if "eval/accuracy" in row or "eval/loss" in row],
         {step: lines for step, lines in samples.items() if lines},
         status,
         architecture if isinstance(architecture, dict) else {},
@@ -237,6 +237,7 @@ def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
     """The steps that samples/ has a file of, in order. name: `evaluation` for its completions."""
     files = [file.stem for file in (folder / "samples").glob(f"{name}_*.jsonl")]
+    # More digits would not fit into the 64 bits of a step.
     texts = [re.fullmatch(rf"{name}_([0-9]{{1,18}})", stem) for stem in files]
     steps = {int(text[1]) for text in texts if text}
     return sorted(step for step in steps if _sample_file(folder, step, name).is_file())

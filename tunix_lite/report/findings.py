@@ -193,6 +193,7 @@ def _step_too_small(run: Evidence) -> _Shown:
 )
 def _sampler_gap(run: Evidence) -> _Shown:
     gap = run.sampler_gap()
+    # Not `<`: without any steps it is nan.
     if not gap.first >= _LARGE_GAP:
         return None
     shown = [
@@ -381,6 +382,7 @@ def _entropy_collapse(run: Evidence) -> _Shown:
     entropy = run.series("train/entropy")
     correct = run.series(_CORRECT) or run.series("reward/mean")
     has_collapsed = len(entropy) >= 5 and entropy.late < min(0.2 * entropy.first, 0.02)
+    # Not `>`: without any values it is nan.
     if not has_collapsed or not correct.late <= 0.8 or correct.rises():
         return None
     shown = run.shown("train/entropy", _CORRECT, "reward/mean")

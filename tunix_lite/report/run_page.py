@@ -81,6 +81,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         facts.insert(0, f"{count:,} parameters")
     # the page itself is written later, and may be written again
     files = [folder / name for name in ("metrics.jsonl", "status.json")]
+    # Not the time of now: the same files make the same page.
     written = max(file.stat().st_mtime for file in files if file.is_file())
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     of_accuracy = [chart for chart in charts if chart.title == "held-out accuracy"]
@@ -98,7 +99,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
 
 # By the word of status.json: the mood, and a sentence.
 _STANDINGS = {
-    "completed": ("good", ""),
+    "completed": ("good", "{early_stopping}"),
     "stopped": ("mid", "It was stopped by {stopped} after {steps}, with its state saved."),
     "failed": ("bad", "{error}"),
     "interrupted": ("bad", "{error}"),
@@ -129,7 +130,8 @@ def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
     steps = f"{last:,} step{'' if last == 1 else 's'}"
-    values = {"error": "The error is not known.", "stopped": "", **run.status, "steps": steps}
+    unknown = {"error": "The error is not known.", "stopped": "", "early_stopping": ""}
+    values = {**unknown, **run.status, "steps": steps}
     return word, mood, sentence.format_map(values)
 
 
@@ -142,6 +144,9 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, st
         yield "held-out accuracy", " → ".join(number_text(x, True) for x in values), note
     elif accuracy:
         yield "held-out accuracy", number_text(accuracy.last, True), "of the last evaluation"
+    if loss := run.series("eval/loss"):
+        value = " → ".join(number_text(x) for x in (loss.first, loss.last))
+        yield "held-out loss", value, f"the least is {number_text(loss.least)}"
     if reward := run.series("reward/mean"):
         value = " → ".join(map(number_text, ends(reward)))
         yield "reward", value, "mean of the first and of the last third of the steps"

@@ -56,6 +56,7 @@ def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k} of {num_samples} samples; it is 1 to their number")
     wrong_E = num_samples - correct_EN.sum(axis=1)
+    # By whole numbers, which are exact however many subsets there are.
     all_subsets = math.comb(num_samples, k)
     return np.array([1 - math.comb(int(wrong), k) / all_subsets for wrong in wrong_E])
 
@@ -144,6 +145,7 @@ def compare(
             f"{len(second_E)}"
         )
     differences_E = first_E - second_E
+    # Examples with equal scores change no sum, whichever way they are exchanged.
     moved = differences_E[differences_E != 0]
     rng = np.random.default_rng(seed)
     extreme = 0
@@ -156,5 +158,6 @@ def compare(
         better=int((differences_E > 0).sum()),
         worse=int((differences_E < 0).sum()),
         equal=int((differences_E == 0).sum()),
+        # The order at hand is one of the exchanges, so p is never 0.
         p_value=(1 + extreme) / (1 + resamples),
     )

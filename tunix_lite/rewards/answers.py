@@ -70,6 +70,7 @@ def marked_answers(text: str) -> list[_Mark]:
         elif boxes and (box := boxes.pop()) and box.start() > last_closed:
             last_closed = box.start()
             answers.append(_Mark(box.start(), "boxed", text[box.end() : match.start()]))
+    # One that was not closed holds no answer, and is still the last mark.
     answers += [_Mark(box.start(), "boxed", "") for box in boxes if box]
     opened = None
     for tag in _TAG.finditer(text):
@@ -133,6 +134,7 @@ class NumericAnswer:
         number = self._read(completion[-LOOKED_AT:])
         if number is None:
             return no_answer(f"it holds no number ({self.how})")
+        # As fractions: floats would round the difference.
         allowed = max(
             Fraction(self.tolerance),
             Fraction(self.relative_tolerance) * abs(expected),

@@ -73,10 +73,12 @@ class PassesTests:
                 stopped = stopped or TOO_LONG
                 break
             is_passed, why = self._passes(code, test, left)
+            # The time of all tests was over, not that of this one.
             if why == STOPPED["time"] and left < self.seconds:
                 why = TOO_LONG
             passed += is_passed
             stopped = stopped or why
+            # Whatever the other tests say, the score is 0.
             if self.all_or_nothing and not is_passed:
                 break
         score = float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
@@ -103,6 +105,7 @@ class PassesTests:
             is_right = _lines(verdict["printed"]) == _lines(test["output"])
         elif checks.checks:
             is_right = checks.are_met(verdict["reports"])
+        # The kernel's limit on addresses shows as an error of Python.
         why = STOPPED["memory"] if "MemoryError" in verdict["why"] else ""
         return verdict["is_done"] and is_right, why
 

@@ -138,6 +138,7 @@ class _Cutter(ast.NodeTransformer):
     visit_TryStar = visit_Try
 
     def visit_With(self, node: ast.With) -> ast.AST:
+        # `aises` is in pytest.raises and assertRaises: there, an assert may be meant to fail.
         catches = any(
             word in ast.unparse(item) for item in node.items for word in ("aises", "suppress")
         )
@@ -185,6 +186,7 @@ class _Cutter(ast.NodeTransformer):
             # it looks at nothing of the code
             return ast.Pass()
         self.checks.append(check)
+        # With a literal the verdict is made here alone, and the code's process need not know it.
         shown = [] if literals else names
         arguments = [ast.Constant(len(self.checks) - 1), ast.Constant(tuple(shown)), *left]
         return ast.Expr(ast.Call(ast.Name(REPORT, ast.Load()), arguments, []))

@@ -67,6 +67,7 @@ class MathVerify:
                 timeout_seconds=None,
                 raise_on_error=True,
             )
+        # Of the limit around this call, and no failure to compare.
         except TimeoutError:
             raise
         except Exception as error:

@@ -192,7 +192,9 @@ def undecorated(text: str) -> str:
     text = _EQUALS.sub("=", text)
     # `1½` is a mixed number
     text = _VULGAR.sub(
-        lambda sign: f" {Fraction(unicodedata.numeric(sign[0])).limit_denominator(9)}", text
+        # unicodedata has floats; none of these signs has a larger denominator.
+        lambda sign: f" {Fraction(unicodedata.numeric(sign[0])).limit_denominator(9)}",
+        text,
     )
     return text.strip(_QUOTES).rstrip(_END).strip(_QUOTES)
 

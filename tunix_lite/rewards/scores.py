@@ -25,12 +25,14 @@ class CompletionText(str):
         return completion
 
     def __getnewargs__(self) -> tuple[str, int]:
+        # Without it, pickle would make one of the text alone.
         return str(self), self.num_tokens
 
 
 def field_of(example: Mapping, field: str) -> Any:
     """Reads a field of the example. Dots lead into the objects of a row:
     `reward_model.ground_truth`. Raises ValueError if there is no such field."""
+    # The name of a column may have dots itself.
     if field in example:
         return example[field]
     value: Any = example
@@ -113,6 +115,7 @@ def numbers(
 
 
 def _finite(value: object) -> float:
+    # float() would read a text, too.
     if not hasattr(value, "__float__"):
         raise NotANumber(f"is {short_repr(value)}, not a number,")
     try:

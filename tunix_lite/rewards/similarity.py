@@ -31,6 +31,7 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
         places.setdefault(unit, []).append(place)
     masks = {}
     for unit, places_of_unit in places.items():
+        # In bytes: to set a bit of one large int copies all of it.
         bits = bytearray(len(first) // 8 + 1)
         for place in places_of_unit:
             bits[place // 8] |= 1 << place % 8
@@ -39,6 +40,7 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
     left = every
     for unit in second:
         taken = left & masks.get(unit, 0)
+        # The sum may carry beyond the last bit.
         left = ((left + taken) | (left - taken)) & every
     return len(first) - left.bit_count()
 
@@ -84,11 +86,17 @@ def _rouge_n(text: str, reference: str, n: int = 1) -> float:
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
-def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
-    They are the numbers of `rouge_score` with use_stemmer=False."""
+def similarity_scores(
+    texts: Sequence[str], references: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1, as
+    `rouge_score` with use_stemmer=False has them; and exact_match, 1 where the two are the same but
+    for white space around them: [E] float64."""
     pairs = list(zip(texts, references))
     return {
+        "exact_match": np.array(
+            [float(text.strip() == other.strip()) for text, other in pairs]
+        ),
         "rouge_1": np.array([_rouge_n(text, other, 1) for text, other in pairs]),
         "rouge_2": np.array([_rouge_n(text, other, 2) for text, other in pairs]),
         "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),

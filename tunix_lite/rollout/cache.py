@@ -40,6 +40,7 @@ def _head_copies(num_kv_heads: int, tp: int) -> int:
     own."""
     if tp > num_kv_heads and tp % num_kv_heads == 0:
         return tp // num_kv_heads
+    # Else tp divides the heads, or each shard holds all of them (mesh.MAY_STAY_WHOLE).
     return 1
 
 
@@ -177,8 +178,10 @@ def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
     columns_B = positions_B % kv.k.shape[2]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        # A slice update under vmap would be a loop of its own for each layer on a TPU.
         here = old.at[rows_B, :, columns_B]
         token = x[:, :, 0]
+        # One index a row, inside the cache: XLA need neither clip it nor look for collisions.
         return _constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
 
     return jax.tree.map(put, kv, new)
@@ -225,6 +228,7 @@ def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
     """The position that each column holds, [B, C], when the newest token has position newest_B.
     Negative: none."""
+    # Of the positions p with p mod C = c, column c holds the newest.
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
@@ -239,6 +243,7 @@ def attended_columns(
     held_BC = positions_held(newest_B, columns)
     is_held_BC = held_BC >= 0
     if kind == "local":
+        # A ring with spare columns holds more than the window.
         return is_held_BC & (newest_B[:, None] - held_BC < cfg.window)
     return is_held_BC
 

@@ -139,6 +139,8 @@ class ConversationScheduler:
         """Stops after each chunk, and returns the Rollout; the callbacks are those of
         make_generate."""
         while self.engine.unfinished:
+            # Replies first: they end conversations, and `fill` gives their slots away in the
+            # same round.
             ended = self.take_replies()
             self.append_answers()
             for slot, request in self.engine.fill():
@@ -178,6 +180,7 @@ class ConversationScheduler:
         began = time.perf_counter()
         replies = self.partner.replies(wait=not can_work, patience=patience)
         self.patience.note(patience, all(talk.request.row in replies for talk in waiting))
+        # The devices stood still for the environments only then.
         if not can_work:
             self.seconds_waited += time.perf_counter() - began
         # In the order of rows, so that all hosts do the same.
@@ -199,6 +202,7 @@ class ConversationScheduler:
         elif len(talk.turns) >= self.partner.max_turns:
             talk.ended = "turns"
         elif len(request.tokens) + len(reply.tokens) >= request.limit:
+            # Behind this answer not one token could be sampled.
             talk.ended = "tokens"
         else:
             talk.answer = reply
@@ -219,6 +223,7 @@ class ConversationScheduler:
             request = talk.request
             tokens = list(talk.answer.tokens)
             request.tokens += tokens
+            # Nobody sampled them: zeros keep these lists as long as the tokens.
             request.logprobs += [0.0] * len(tokens)
             request.full_logprobs += [0.0] * len(tokens)
             # Stop texts are looked for in what is sampled, turn by turn.
@@ -238,6 +243,7 @@ class ConversationScheduler:
         """Decodes a chunk, and sends the turns that have ended to the partner."""
         engine = self.engine
         began = time.perf_counter()
+        # No chunk is started ahead: which slots go on is known only from the tokens of this one.
         engine.decode()
         chunk = engine.read_chunk()
         seconds = time.perf_counter() - began
@@ -265,6 +271,7 @@ class ConversationScheduler:
                 talk.is_waiting = True
                 ended = engine.criteria.tokens.get(tokens[-1]) == "eos"
                 self.partner.submit(request.row, tokens, ended)
+        # The devices know no stop texts, and decoded beyond them.
         if (num_lost >= 0).any():
             engine.slots = engine.programs.rewind(engine.slots, num_lost)
 
@@ -317,6 +324,7 @@ def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
     if max_turn_tokens is None:
         return chunk
     chunks = -(-max_turn_tokens // chunk)
+    # Chunks of one length, so that slots do not stand still in a last one that is nearly empty.
     return -(-max_turn_tokens // chunks)
 
 

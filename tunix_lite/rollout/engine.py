@@ -140,10 +140,13 @@ class Engine:
         have got one."""
         filled = []
         programs = self.programs
+        # Each round makes room in the prompt cache, so that the next prompts can be read.
         while self.waits and (self.in_flight or self.is_free.any()):
+            # Only now the first requests say how many columns suffice.
             if self.slots is None:
                 self.columns = self.columns or self.columns_needed()
                 self.slots = programs.make_slots(self.num_slots, self.columns)
+            # `read_chunk` frees it once no request waits; later requests need it again.
             if self.prompt_cache is None:
                 rows = self.block_sizes[-1] * self.cache_blocks
                 self.prompt_cache = programs.make_prompt_cache(rows)
@@ -168,6 +171,7 @@ class Engine:
             if not self.in_flight:
                 self._read_again(dict(taken))
             filled += taken
+            # No slot is known to be free: only the next chunk's tokens can show one.
             if not new:
                 break
         return filled
@@ -207,6 +211,7 @@ class Engine:
         queue = self.queue
         while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
             request = self.waiting[0]
+            # Those of one prompt stand side by side, so the last one is enough to compare.
             if not block or request.ids != block[-1]:
                 prompts = (request.ids, *block[:1])
                 widths = {padded_width(len(ids), self.widths) for ids in prompts}
@@ -223,6 +228,7 @@ class Engine:
             queue.prompts[place] = request.index
             queue.generations[place] = request.generation
             queue.num_drawn[place] = len(request.tokens)
+            # A slot whose limit is 0 does not run: these wait until their earlier tokens are read.
             queue.limits[place] = 0 if request.tokens else request.first_limit or request.limit
             if request.draw is not None:
                 for field in fields(queue.draws):
@@ -242,6 +248,7 @@ class Engine:
         """Reads the tokens that requests had before they were admitted."""
         resumed = {slot: one for slot, one in taken.items() if one.tokens}
         for request in resumed.values():
+            # Chunks that are under way began before these tokens were read, and hold none of it.
             request.first_chunk = self.num_chunks
         self.append({slot: (list(one.tokens), one.limit) for slot, one in resumed.items()})
 
@@ -260,6 +267,7 @@ class Engine:
 
     def start_chunk(self) -> None:
         """Fills slots, as long as requests wait, and starts a chunk of decoding."""
+        # Before `fill`, as the requests that it admits count as well.
         if self.slots is not None and self.columns != (columns := self.columns_needed()):
             self.slots = self.programs.resize(self.slots, columns)
             self.columns = columns
@@ -272,6 +280,8 @@ class Engine:
         spec = self.programs.spec
         has_cutoffs = spec.cuts_off(self.temperature)
         has_top = False
+        # Both are static arguments: where no request needs them, the program without them is
+        # faster.
         if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
@@ -279,6 +289,7 @@ class Engine:
         self.slots, chunk = self.programs.decode(
             self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
         )
+        # The copy follows the chunk at once, so that `read_chunk` need not ask for it.
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
         self.in_flight.append(chunk)
         self.num_chunks += 1
@@ -305,6 +316,7 @@ class Engine:
     def read_chunk(self) -> DecodedChunk:
         """Waits for the oldest chunk under way."""
         decoded = jax.device_get(self.in_flight.popleft())
+        # The host may know more than the chunk: it has filled free slots since it started it.
         self.num_taken = max(self.num_taken, int(decoded.num_taken))
         if not self.waits and not self.programs.spec.per_request:
             # Free its memory. A server's next request is near.
@@ -324,6 +336,7 @@ class Engine:
                 # The host has ended it, and its slot does not know yet.
                 self.stopped[slot] = number
                 continue
+            # Only now the host knows which slot took it, and can read its earlier tokens there.
             if request.first_chunk is None:
                 resumed[slot] = request
             if request.first_chunk is None or self.chunks_absorbed < request.first_chunk:
@@ -337,11 +350,13 @@ class Engine:
             request.began = now if request.began is None else request.began
             if request.reason is not None:
                 request.ended = now
+                # The devices know no stop texts: by this number the next `admit` frees the slot.
                 self.stopped[slot] = number
                 del self.requests[number]
             touched.append(request)
         self.chunks_absorbed += 1
         self._read_again(resumed)
+        # While a chunk is under way, slots may have taken requests that the host has not seen.
         if not self.in_flight:
             self.is_free[:] = [
                 number not in self.requests for number in decoded.requests.tolist()
@@ -356,6 +371,7 @@ class Engine:
         if not np.isfinite(decoded.logprobs[:count, slot]).all():
             if not self.programs.spec.per_request:
                 raise FloatingPointError(not_finite(request, self.criteria.tokenizer))
+            # An error would end the engine, and with it the requests of all other clients.
             request.reason = "error"
             count = 0
 
@@ -459,6 +475,7 @@ def prompt_cache_blocks(
     # No rollout can have more blocks than these.
     most = -(-num_prompts // block) + len(widths) - 1
     wanted = math.ceil(starting / (num_generations * block))
+    # With one block, no prompt could be read before slots have taken all of the last ones.
     return block, min(most, max(2, wanted))
 
 
@@ -468,6 +485,7 @@ def prompt_widths(longest: int) -> list[int]:
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))
+    # A program is compiled for each width.
     if len(widths) <= 3:
         return widths
     return [longest, widths[len(widths) // 2], widths[-1]]

@@ -143,6 +143,7 @@ class CompletionSampler:
         """The engine of a rollout of (prompts, completions of each), or of `most_requests`. Raises
         ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
         spec = self.programs.spec
+        # Not in make_sampler: whether the weights are plain shows only here.
         if spec.fused:
             check_fused(
                 spec.cfg,
@@ -214,6 +215,7 @@ def make_sampler(
     have."""
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
+    # eos comes last, and wins where a token is in both lists.
     ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
     spec = SamplerSpec(
         cfg=cfg,
@@ -221,6 +223,7 @@ def make_sampler(
         end_ids=tuple(ends),
         pad_id=pad_id,
         dtype=dtype,
+        # No completion is longer: further steps would decode nothing.
         chunk=min(rollout.chunk, generation.max_new_tokens),
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
@@ -257,6 +260,7 @@ def make_generate(
     sample = make_sampler(
         cfg, generation, eos_ids, pad_id, dtype, rollout, tokenizer, tp_reduce_dtype
     )
+    # Turns of another length have another chunk, and so programs of their own.
     sampler_of_turns = cache(sample.of_turns)
 
     def in_steps(
@@ -297,6 +301,7 @@ def make_generate(
                 if on_finished is not None:
                     on_finished(request.row, request.tokens)
             if on_chunk is not None:
+                # Copies, as `arrays` still changes while the caller holds them.
                 alone = {
                     one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended
                 }
@@ -354,6 +359,7 @@ def make_prepare(
     def prepare(params: Params) -> Params:
         # One program for each way in which the weights may be sharded.
         shardings = jax.tree.map(lambda x: x.sharding, params)
+        # A tree of dicts has no hash: its structure and its leaves do.
         leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
@@ -404,6 +410,7 @@ def compile_rollout(engine: Engine) -> Slots:
         slots = results(programs.make_slots, engine.num_slots, columns)
         slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
         slots, _ = results(programs.decode, slots, params, temperature, *options)
+        # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
         return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
 
     sizes = engine.column_sizes
@@ -413,6 +420,7 @@ def compile_rollout(engine: Engine) -> Slots:
 
     # What gives slots another number of columns.
     for slots in every:
+        # One layer of each kind is enough: others have the same shapes.
         for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
             for columns in sizes:
                 wanted = spec.num_columns(kind, columns)

@@ -86,6 +86,7 @@ class LiveEngine:
     ):
         """programs: of a spec with per_request. max_waiting: sequences that may wait for a slot."""
         fsdp = mesh.shape["fsdp"]
+        # Prompts that fsdp does not divide would all be read by every device.
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
         blocks = ((fsdp, block), 1)
@@ -132,6 +133,7 @@ class LiveEngine:
                     f"at most {self.max_waiting} may"
                 )
             self._waiting.extend(sequences)
+            # Here, as until the engine's thread wakes up `wait_until_idle` would return too early.
             self._is_idle = False
             self._lock.notify_all()
 
@@ -165,6 +167,7 @@ class LiveEngine:
         """Waits until no sequence is left and none is on the devices, or the engine has ended."""
         with self._lock:
             while not self._is_idle and self._thread.is_alive():
+                # With a limit, as a thread that has died notifies nobody.
                 self._lock.wait(IDLE_SECONDS)
 
     def set_params(self, per_layer_params: Params | None) -> None:
@@ -187,14 +190,17 @@ class LiveEngine:
 
     def _run(self) -> None:
         try:
+            # jax's current mesh belongs to a thread.
             with jax.set_mesh(self.mesh):
                 while self._wait_for_work():
                     self._step()
         except BaseException as error:
+            # Whatever it was: clients wait for a callback, which comes below.
             self.failure = error
 
         # All that are left end here.
         with self._lock:
+            # Under one lock with the list, so that no request can be submitted after it was made.
             self._is_closing = True
             left = [*self._sequences, *self._waiting]
             self._waiting.clear()
@@ -211,6 +217,7 @@ class LiveEngine:
         with self._lock:
             while True:
                 is_busy = bool(
+                    # A chunk under way reads the weights, which an idle engine may lose.
                     self._waiting or self.engine.unfinished or self.engine.in_flight
                 )
                 is_over = time.monotonic() > self._deadline
@@ -228,6 +235,7 @@ class LiveEngine:
         with self._lock:
             new = [one for one in self._waiting if not one.is_cancelled]
             self._waiting.clear()
+            # One that has ended meanwhile has no slot to release.
             cancelled = self._sequences.intersection(self._cancelled)
             self._cancelled.clear()
             for one in new:

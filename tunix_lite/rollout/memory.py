@@ -185,6 +185,7 @@ def free_bytes() -> int:
     devices = jax.local_devices()
     stats = [device.memory_stats() for device in devices]
     if any(s is None or "bytes_limit" not in s for s in stats):
+        # Devices that are CPUs report no limit: they share the free pages of the host.
         pages = os.sysconf("SC_AVPHYS_PAGES")
         return pages * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)

@@ -154,6 +154,8 @@ class PartialSampler:
             engine.columns = engine.column_sizes[0]
         engine.admit(requests)
         is_over = False
+        # Once there are enough, no chunk is started, but those under way are read: their
+        # tokens count.
         while (decoded := engine.next_chunk(starts=not is_over)) is not None:
             engine.absorb(decoded)
             has_ended[order] = [request.reason is not None for request in requests]
@@ -174,6 +176,7 @@ class PartialSampler:
         size = (num_prompts, num_generations)
         engine, slots = self.sampler.compile_ahead(params, *size, most_requests=num_in_flight)
         if num_in_flight > num_prompts * num_generations:
+            # Else all completions of a rollout end in it, and none is ever read again.
             compile_append(engine, slots)
 
 
@@ -193,6 +196,7 @@ def rollout_of(
         request.logprobs = list(one.logprobs)
         request.full_logprobs = list(one.full_logprobs)
         request.reason = one.reason
+        # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0
         arrays.write_completion(row, request)
         versions[row, arrays.width : arrays.width + len(one.tokens)] = one.versions

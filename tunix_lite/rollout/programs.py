@@ -216,6 +216,7 @@ def at_home(
     """
 
     def place_rows(x: Any) -> Any:
+        # `seq` is the logical axis that no rule may divide.
         others = ["seq"] * (x.ndim - 1)
         return place(x, (rows_axis, *others) if x.ndim else ())
 
@@ -278,6 +279,7 @@ def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) ->
 
 def resize_layer(spec: SamplerSpec, kv: KV, columns: int) -> KV:
     """The cache of a layer with so many columns."""
+    # `Programs` hands its spec to every program.
     del spec
     return kv_cache.resize_columns(kv, columns)
 
@@ -311,6 +313,7 @@ def prefill(
         k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
         is_local = spec.cfg.kinds[layer] == "local"
         attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
+        # A layer that reads the keys of another one keeps none of its own.
         if not kv_BTKH:
             return attended_BTNH, None
         new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
@@ -359,6 +362,7 @@ def admit(
     is_free_B = (slots.requests < 0) | (slots.requests == stopped_B)
     if not spec.holds:
         is_free_B |= ~slots.running & (slots.limits > 0)
+    # In the order of the slots: `Engine.fill` counts in the same way, without asking.
     request_B = slots.num_taken + jnp.cumsum(is_free_B) - 1
     is_new_B = is_free_B & (request_B < ready)
     place_B = request_B % len(queue.rows)
@@ -477,6 +481,7 @@ def decode(
         num_taken=slots.num_taken,
         top=drawn[3] if has_top else None,
     )
+    # Each host reads all tokens, and decides from them by itself.
     return slots, jax.tree.map(on_every_device, report)
 
 
@@ -550,6 +555,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
         if kv_BTKH:
             new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+            # A slot that does not run writes, too: into the column of its next token, which
+            # nothing reads before that token is there.
             written[layer] = kv_cache.write_token(slots.cache[layer], new, newest_B)
         kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
@@ -618,12 +625,14 @@ def append(
         # Then rows_R are all slots in order, and nothing is gathered over fsdp.
         if R == B:
             return x
+        # A row that is no slot reads the last one; `write` drops what comes of it.
         return jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)
         if R == B:
             return _where_rows(is_new_R, new, old)
+        # There is no slot B: with "drop", such rows are written nowhere.
         target_R = jnp.where(is_new_R, rows_R, B)
         return old.at[target_R].set(new, mode="drop")
 
@@ -688,6 +697,8 @@ def attend_to_cache_and_new(
         if (window := attention.window_of(cfg, kind == "local")) is not None:
             old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
             near_RWW = new_RWW & (place_W[:, None] - place_W < window)
+        # New tokens stand beside the cache: in a ring they would overwrite what the first of
+        # them still attend to.
         masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
     made = {}
@@ -727,6 +738,8 @@ def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
     they are."""
     del spec
     num_lost_B = jnp.maximum(lost_B, 0)
+    # Their keys and values stay: nothing attends beyond the length, and later tokens overwrite
+    # them.
     back = slots.replace(
         lengths=slots.lengths - num_lost_B,
         num_drawn=slots.num_drawn - num_lost_B,

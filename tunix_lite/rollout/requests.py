@@ -160,6 +160,7 @@ class RolloutArrays:
         token_mask = self.completion_mask.copy()
         for p, prompt in enumerate(prompts):
             rows = slice(p * num_generations, (p + 1) * num_generations)
+            # Prompts end at one column, so that all completions begin at the same one.
             begin = self.width - len(prompt)
             self.tokens[rows, begin : self.width] = prompt
             token_mask[rows, begin : self.width] = True
@@ -191,6 +192,7 @@ def stop_end(
     if not criteria.texts and not tokens:
         return None
     if request.text is None and criteria.texts:
+        # A stop text may be the text of a special token.
         request.text = criteria.tokenizer.stream(skip_special=False)
     longest = max(map(len, criteria.texts), default=0)
     for count, token in enumerate(new, start=1):
@@ -198,6 +200,7 @@ def stop_end(
             request.tail += request.text.feed([token])
         if token in tokens or any(text in request.tail for text in criteria.texts):
             return count
+        # A stop text may begin in one token and end in a later one.
         request.tail = request.tail[-longest:]
     return None
 

@@ -83,6 +83,7 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
     def better(left: tuple, right: tuple) -> tuple:
         left_score, left_token, left_logit = left
         right_score, right_token, right_logit = right
+        # XLA may reduce in any order: ties go to the lower token whichever side it is on.
         is_first = (left_score == right_score) & (left_token < right_token)
         is_left = (left_score > right_score) | is_first
         # maximum keeps NaN.
@@ -99,6 +100,7 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
     )
 
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
+    # Without the largest, exp would overflow.
     sum_B = jnp.sum(jnp.exp(logits_BV - top_B[:, None]), axis=-1)
     return tokens_B, chosen_B1[:, 0] - (jnp.log(sum_B) + top_B)
 
@@ -135,6 +137,7 @@ def apply_cutoffs(
     B, V = logits_BV.shape
     best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     lowest_B1 = jnp.full_like(best_B1, -jnp.inf)
+    # Not normalised, as top_p compares sums with each other.
     exps_BV = jnp.exp(logits_BV - best_B1)
 
     # Numbers that cut nothing off cost nothing.
@@ -163,6 +166,7 @@ def apply_cutoffs(
     if may_cut(min_p, 0):
         of_min_p_B1 = best_B1 + jnp.log(min_p)
         least_B1 = jnp.maximum(least_B1, jnp.where(min_p > 0, of_min_p_B1, lowest_B1))
+    # Not `>=`: a comparison with NaN is false, and a NaN has to stay to be noticed.
     return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
@@ -187,6 +191,7 @@ def _highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array
 
 def _float_from_key(key: jax.Array) -> jax.Array:
     """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf."""
+    # Keys outside of these bounds are the bits of NaN.
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
     # The upper half of the keys are floats without a sign bit; the lower half are negative ones,
     # of which the largest bits are the lowest floats.

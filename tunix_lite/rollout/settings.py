@@ -158,6 +158,7 @@ class RolloutConfig:
         try:
             check_mesh_shape(self.mesh_shape)
         except ValueError as error:
+            # The check names the setting of the model.
             text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
             raise ValueError(f"mesh_shape: {text}") from error
         if -1 in self.mesh_shape[0]:

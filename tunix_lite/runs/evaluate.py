@@ -13,7 +13,7 @@ from tunix_lite.basics.types import Graded, Metrics, Params
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k, powers_up_to
 from tunix_lite.rewards.scores import field_of
-from tunix_lite.rewards.similarity import rouge_scores
+from tunix_lite.rewards.similarity import similarity_scores
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.grading import FAILED
@@ -44,11 +44,13 @@ def evaluate(
     num_samples: int = 0,
     temperature: float = 1.0,
     progress: SamplingProgress | None = None,
+    references: Sequence[str] | None = None,
 ) -> Evaluated:
     """Greedy completions of these held-out examples, and `num_samples` samples of each at
     `temperature`. key: of the run's seed; every evaluation of a run draws its samples with the same
     numbers, so two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing
-    is said. Raises RunFailed if a reward fails."""
+    is said. references: a text for each example, which its greedy completion is compared with;
+    None: nothing is. Raises RunFailed if a reward fails."""
     # An engine that is not ours may not know on_chunk.
     watched = {} if progress is None else {"on_chunk": progress.on_chunk}
 
@@ -72,6 +74,10 @@ def evaluate(
         "eval/mean_length": of_greedy["completions/mean_length"],
         "eval/truncated": of_greedy["completions/truncated"],
     }
+    if references is not None:
+        alike = similarity_scores(greedy.completions, references)
+        for name in ("eval/exact_match", "eval/rouge_1", "eval/rouge_2", "eval/rouge_l"):
+            metrics[name] = float(alike[name.removeprefix("eval/")].mean())
     if not num_samples:
         return Evaluated(metrics, greedy)
     k = num_samples
@@ -111,8 +117,8 @@ def held_out_examples(
     run: RunConfig, tokenizer: Tokenizer, num_examples: int | None, reference: str | None
 ) -> tuple[Task, list[dict]]:
     """The run's task, and its first `num_examples` held-out examples; None: all of them. reference:
-    the field of an example that ROUGE compares with; None: no ROUGE. Raises ConfigError if there
-    are fewer, if a prompt is too long, or if an example has no such field."""
+    as of Task.references. Raises ConfigError if there are fewer, if a prompt is too long, or if an
+    example has no such field."""
     generation = run.generation
     task = Task(
         run.task,
@@ -120,6 +126,7 @@ def held_out_examples(
         generation.max_prompt_length,
         generation.max_new_tokens,
         generation.long_prompts,
+        learned=run.algorithm.needs.demonstrations,
     )
     if num_examples is None:
         num_examples = len(run.task.source.held_out)
@@ -137,10 +144,10 @@ def held_out_examples(
 
 
 def model_scores(
-    evaluated: Evaluated, examples: list[dict], reference: str | None
+    evaluated: Evaluated, references: Sequence[str] | None
 ) -> dict[str, np.ndarray]:
     """The scores of a model by name, [E] float64 each: one number an example, nan where a reward
-    failed. reference: as of held_out_examples."""
+    failed. references: of Task.references."""
     # Of the greedy completions; truncated is 1 where one ran out of length.
     greedy = evaluated.greedy
     rollout = greedy.rollout
@@ -150,9 +157,8 @@ def model_scores(
         "length": np.asarray(rollout.completion_mask).sum(axis=1).astype(np.float64),
         "truncated": 1.0 - np.asarray(rollout.finished),
     }
-    if reference is not None:
-        references = [str(example[reference]) for example in examples]
-        scores |= rouge_scores(greedy.completions, references)
+    if references is not None:
+        scores |= similarity_scores(greedy.completions, references)
     if (sampled := evaluated.sampled) is None:
         return scores
 

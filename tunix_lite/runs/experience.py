@@ -1,5 +1,6 @@
 """Experience: the data that an update learns from, and its source."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
+
+# The result of collecting: the batch, metrics, and the graded completions if there are any.
+Collected = tuple[Batch, Metrics, Graded | None]
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -72,9 +76,12 @@ class FreshExperience:
         self._learner = learner
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
-        # the result of collecting: the batch, metrics, and the graded completions if there are any
-        self._collected: tuple[Batch, Metrics, Graded | None] | None = None
+        self._collected: Collected | None = None
+        # an update to come, and what was collected for it beside another
+        self._ahead: tuple[int, Collected] | None = None
         self._held: Experience | None = None
+        # the update that it was collected for
+        self._step = 0
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
@@ -88,40 +95,16 @@ class FreshExperience:
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
-        session = self._session
-        task = session.task
-        resolved = self._learner.resolved
-        overlap = self._learner.overlap
         updates = self._algorithm.updates_per_rollout
         parts = self._needs.mini_batches
         update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
-            # Draw: what was sampled beside earlier updates, or the examples of all rounds.
-            if update == 0 and overlap is not None:
-                drawn = overlap.draw(step, self._learner.policy, task, params)
-                policy, task, examples, example_metrics = drawn
-            elif update == 0:
-                policy = self._learner.policy
-                num_prompts = resolved.batch.prompts * self._needs.mini_batches
-                examples = []
-                dropped = 0
-                for r in range(self._needs.rounds):
-                    # Later rounds are of other shuffles, so that the first one goes through the
-                    # data in the same order whether others follow or not.
-                    seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                    more, unfit = task.batch(num_prompts, seed, step // updates)
-                    examples += more
-                    dropped += unfit
-                example_metrics = {"prompts/dropped": dropped} if task.leaves_out else {}
-
             # Collect: completions of the policy, rewards, advantages.
             if update == 0:
-                # by step, so that a run that resumes draws what it would have drawn
-                key = jax.random.fold_in(self._learner.seed_key, step)
-                batch, metrics, graded = self._algorithm.collect(
-                    policy, task, params, examples, key
-                )
-                self._collected = batch, metrics | example_metrics, graded
+                self._step, self._collected = self._ahead or (None, None)
+                if self._step != step:
+                    self._step = step
+                    self._collected = self._collect(step, step // updates, params)
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
             # mini-batch, or without mini-batches the whole batch.
@@ -131,7 +114,7 @@ class FreshExperience:
                     rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
                     graded = None if graded is None else chosen_completions([graded], rows)
                     batch = jax.tree.map(lambda x: x[rows], batch)
-                laid_out, _ = resolved.rows.lay_out(batch)
+                laid_out, _ = self._learner.resolved.rows.lay_out(batch)
                 self._held = Experience(laid_out, batch, metrics, graded, updates)
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
@@ -140,7 +123,16 @@ class FreshExperience:
     def beside_update(self) -> Metrics:
         """See ExperienceSource."""
         overlap = self._learner.overlap
-        return {} if overlap is None else overlap.beside_update()
+        if overlap is not None:
+            return overlap.beside_update()
+        next_step = self._step + self._algorithm.updates_per_rollout
+        self._ahead = None
+        if self._needs.reads_ahead and next_step < self._session.run.training.max_steps:
+            rollout = next_step // self._algorithm.updates_per_rollout
+            # `take` says what is wrong with it, after this update
+            with contextlib.suppress(ValueError):
+                self._ahead = next_step, self._collect(next_step, rollout, None)
+        return {}
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
@@ -149,13 +141,44 @@ class FreshExperience:
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
         with SamplingProgress(session.console, counts, patience=patience) as progress:
             task = session.task
+            examples = task.held_out(settings.num_examples)
             return evaluate(
                 self._learner.policy,
                 task,
                 params,
-                task.held_out(settings.num_examples),
+                examples,
                 self._learner.seed_key,
                 settings.num_samples,
                 settings.temperature,
                 progress,
+                task.references(examples),
             )
+
+    def _collect(self, step: int, rollout: int, params: Params | None) -> Collected:
+        """Examples of the task, completions of the policy, rewards, advantages."""
+        session = self._session
+        overlap = self._learner.overlap
+        task = session.task
+
+        # What was sampled beside earlier updates, or the examples of all rounds. Those of later
+        # rounds are of other shuffles, so that the first one goes through the data in the same
+        # order whether others follow or not.
+        if overlap is not None:
+            drawn = overlap.draw(step, self._learner.policy, task, params)
+            policy, task, examples, example_metrics = drawn
+        else:
+            policy = self._learner.policy
+            num_prompts = session.parts.batch.prompts * self._needs.mini_batches
+            examples = []
+            dropped = 0
+            for r in range(self._needs.rounds):
+                seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
+                more, unfit = task.batch(num_prompts, seed, rollout)
+                examples += more
+                dropped += unfit
+            example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
+
+        # by step, so that a run that resumes draws what it would have drawn
+        key = jax.random.fold_in(self._learner.seed_key, step)
+        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
+        return batch, metrics | example_metrics, graded

@@ -59,7 +59,10 @@ def fingerprint(
     # how often a run looks changes nothing of what it learns
     del evaluation["_target_"], evaluation["interval_steps"]
     task = plain(run.task)
-    for reward in task["rewards"].values():
+    # the digests of `data` say which rows there are
+    task.pop("held_out_every", None)
+    task.pop("cache", None)
+    for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
     values = {
@@ -104,7 +107,7 @@ def fingerprint(
         }
         values["frozen_weights"] = digests
     if run.task.environment is None:
-        del task["environment"]
+        task.pop("environment", None)
     else:
         # time limits and processes of environments change no answer
         left_out = ("_target_", "timeout", "workers")
@@ -128,6 +131,8 @@ def fingerprint(
         values["optimizer"]["shards"] = shards
     if run.optimizer.schedule != "constant":
         values["training"]["max_steps"] = training.max_steps
+    if training.epochs is not None:
+        values["training"]["last_batch"] = training.last_batch
     for name in ("reduce_dtype", "tp_reduce_dtype"):
         if getattr(training, name) != "float32":
             values["training"][name] = getattr(training, name)

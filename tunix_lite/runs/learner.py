@@ -98,6 +98,10 @@ class Learner:
             calls.append(
                 partial(compile_it, settings.num_samples, temperature=settings.temperature)
             )
+        # And for the loss of held-out prompts, where the algorithm samples.
+        if run.loss_examples and not run.algorithm.needs.demonstrations:
+            size = (run.loss_examples, run.algorithm.num_generations)
+            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
         compiled_together(calls)
 
 

@@ -105,12 +105,14 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     evaluation = run.evaluation
     due = is_due(start, evaluation.interval_steps, run.training.max_steps)
     row = None
-    if start and evaluation.num_examples and due:
+    names = ["eval/loss"] * bool(run.loss_examples)
+    names += ["eval/accuracy"] * bool(evaluation.num_examples)
+    if start and names and due:
         rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
     # the first process writes the file, and others may not see it
     row = allgather_values(row)[0]
-    if row is None or "eval/accuracy" in row:
+    if row is None or row.keys() >= {*names}:
         return None
     return {
         name: math.nan if value is None else value

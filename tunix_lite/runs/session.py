@@ -13,6 +13,7 @@ from tunix_lite.basics.plain_text import hide_users_of_urls
 from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.parallel.mesh import own_rows
 from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
@@ -97,6 +98,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     # Checks: whatever the settings get wrong ends here.
     run_dir = RunDir(folder, jax.process_index())
     parts = prepare(run, run_dir, job.found)
+    # with the number of steps that its epochs have
+    run = parts.resolved.run
     jax.set_mesh(parts.mesh)
     status = Status(run_dir)
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
@@ -129,7 +132,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         with _status_at_the_end(session, resume_hint), explained(), session.closing:
             # Reward workers start while the model loads.
             here = (jax.process_index(), jax.process_count())
-            processes = Processes(*here, allgather_values, stopping)
+            rows = partial(own_rows, num_rows=parts.rows.num_rows)
+            processes = Processes(*here, allgather_values, stopping, rows)
             workers = parts.task.with_workers(
                 run.rewards, console.say, processes, run.conversation
             )
@@ -168,6 +172,7 @@ def _open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
         quiet=not run_dir.is_first,
         mode=run.tracking.console,
         evaluates_every=run.evaluation.interval_steps,
+        epochs=run.training.epochs,
     )
     with contextlib.ExitStack() as at_end:
         at_end.push(closed_at_end(console.close))

@@ -50,6 +50,7 @@ from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.checkpoint import Checkpoints
+from tunix_lite.tracking.progress import Progress, StandardError
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 
@@ -114,8 +115,9 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
         run_dir.check()
-    resume_from = resume_from_folder(run, run_dir)
+    resume_from = resume_from_folder(parts.resolved.run, run_dir)
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
+    run = parts.resolved.run
 
     # All weights come to this machine.
     with error_context(""):
@@ -190,15 +192,29 @@ def find_parts(run: RunConfig) -> Parts:
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.algorithm, model)
 
-    resolved = with_packing(run, _resolver(model, mesh, frozen_models))
-    task = Task(
-        run.task,
+    task = run.task.task(
         model.tokenizer,
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
         run.generation.long_prompts,
         learned=run.algorithm.needs.demonstrations,
+        last_batch=None if run.training.epochs is None else run.training.last_batch,
     )
+    # of text, with its tokens
+    run = replace(run, task=task.config)
+    resolved = with_packing(run, _resolver(model, mesh, frozen_models))
+    if run.task.packs_rows:
+        with error_context("task"), Progress(StandardError(), task.config.source.doing):
+            task.describe()
+    if run.training.epochs is not None:
+        with error_context("task"):
+            num_rows = len(task.counted_rows)
+        algorithm = run.algorithm
+        rows_of_batch = resolved.batch.prompts * algorithm.needs.mini_batches
+        counts = (num_rows, rows_of_batch, algorithm.updates_per_rollout)
+        with error_context("training"):
+            training = resolved.run.training.with_steps(*counts)
+        resolved = replace(resolved, run=replace(resolved.run, training=training))
     data = check_task(run, task, resolved.batch.prompts)
     return Parts(
         model,
@@ -249,7 +265,10 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
             f"allow ({error}); training.packing=none or another by name goes on with that"
         ) from error
     reason = f"auto: {before}, as in the run that goes on"
-    return replace(parts, resolved=replace(resolved, packing_reason=reason))
+    counted = parts.resolved.run
+    training = replace(resolved.run.training, max_steps=counted.training.max_steps)
+    again = replace(resolved.run, task=counted.task, training=training)
+    return replace(parts, resolved=replace(resolved, run=again, packing_reason=reason))
 
 
 def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
@@ -316,6 +335,11 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "gives 1 to the very text of `chosen` alone. Learn from the pairs with "
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
+        if run.task.packs_rows:
+            first, _ = task.batch(num_prompts, run.seed, 0)
+            for name in task.learned:
+                task.demonstrations(first, name)
+            return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
@@ -323,8 +347,15 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
         check_embedded(task, task.learned)
+        rows = task.held_out(run.loss_examples, is_learned=True) if run.loss_examples else []
         for name in task.learned:
             task.demonstrations(first, name)
+            try:
+                task.demonstrations(rows, name)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; this row is held out: evaluation.loss_examples=0 measures no loss"
+                ) from error
     for name, teacher in needs.frozen_models.items():
         if teacher.prompt is not None:
             with error_context(f"algorithm.{name}"):
@@ -516,11 +547,19 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
+    if run.loss_examples:
+        count = min(run.loss_examples, len(run.task.source.held_out))
+        rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
+    if run.training.ranks:
+        rows.append(("best", run.training.use_of_best))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
     lengths = f"prompt up to {prompt} tokens, completion up to {new}"
-    rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
+    lengths += because("auto: those of the task" if is_usual else "")
+    if run.task.packs_rows:
+        lengths = f"rows of {prompt + new} tokens, attention {run.task.attention}"
+    rows.append(("lengths", lengths))
     if run.rollout.is_stale:
         prompts = parts.batch.prompts
         overlap = "one_step: the next batch is sampled beside the update"
@@ -537,7 +576,9 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     max_steps = run.training.max_steps
     rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
-    rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
+    epochs = run.training.epochs
+    of_epochs = f" ({epochs} epochs of {max_steps // epochs})" if epochs else ""
+    rows.append(("optimizer", f"{rate}, {max_steps} steps{of_epochs}{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
     viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))

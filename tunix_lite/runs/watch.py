@@ -2,6 +2,7 @@
 `Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from functools import partial
 import jax
 import numpy as np
 
+from tunix_lite.basics.best import Best, Ranked, is_lower_better
 from tunix_lite.basics.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.basics.plain_text import without_secrets
 from tunix_lite.basics.types import Metrics, TrainState
+from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
@@ -29,6 +32,7 @@ from tunix_lite.planning.at_start import (
 from tunix_lite.planning.flops import Throughput
 from tunix_lite.planning.hardware import of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
+from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,
@@ -50,7 +54,7 @@ from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
-from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
+from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir
@@ -103,7 +107,8 @@ class Watch:
         self.start = int(learner.state.step)
         # updates in a row that were not made, because a number was not finite
         self.skipped = learner.skipped
-        self.accuracy: float | None = None
+        # what ranks the checkpoint of this step; None: it was not measured
+        self.ranked: Ranked | None = None
         # the checkpoints of this folder are of another run until one of ours is whole
         self.is_fingerprint_pending = session.parts.overwrites_other_run(run_dir)
         session.status.start(self.start, session.begins_here)
@@ -119,6 +124,13 @@ class Watch:
             run_dir.checkpoints, *how_many, run_dir.point_latest_here
         )
         closing.push(closed_at_end(self.checkpoints.close))
+        # the best until now: that of an earlier start counts
+        is_lower = is_lower_better(run.training.best_metric, run.training.best_is)
+        self.best = Best(run.training.best_metric, is_lower)
+        for row in allgather_values(run_dir.measured(self.best.metric, self.start))[0]:
+            self.best.take(*row)
+        with error_context("resume"):
+            self.checkpoints.from_best(self.checkpoints.steps())
         # the metrics of step `start`, if its evaluation was cut short and is made now
         missing = None if session.begins_here else unmeasured(run, run_dir, self.start)
         self.row_without_evaluation = missing
@@ -186,8 +198,14 @@ class Watch:
         if self.start == 0 or self.row_without_evaluation is not None:
             measured = self.evaluated(is_first=True)
             if measured:
-                self.log(self.start, (self.row_without_evaluation or {}) | measured)
+                row = (self.row_without_evaluation or {}) | measured
+                self.log(self.start, row)
+                self.rank(self.start, row)
                 session.status.write("running")
+        # It was ended before, or would have been without the kill.
+        ended = self.best.ended_by(session.run.training.early_stopping_patience)
+        session.status.early_stopping = ended
+        session.stopping.stop_if(bool(ended))
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -253,8 +271,31 @@ class Watch:
             "time/step": updated + compiled,
         }
 
+    def rank(self, step: int, metrics: Metrics) -> bool:
+        """Compares training.best_metric of this step with the best so far. Returns whether it is a
+        new best. Raises RunFailed if something depends on it, and an evaluation does not have
+        it."""
+        name = self.best.metric
+        if name not in metrics:
+            if (
+                self.session.run.training.ranks
+                and name.startswith("eval/")
+                and "time/eval" in metrics
+            ):
+                names = ", ".join(key for key in metrics if key.startswith("eval/"))
+                raise RunFailed(
+                    f"training.best_metric={name} is not measured; there is {names}"
+                )
+            return False
+        # where processes differ, as in a metric of the user's, the first one decides for all
+        value = allgather_values(float(metrics[name]))[0]
+        if math.isfinite(value):
+            self.ranked = Ranked(name, value, self.best.is_lower_better)
+        return self.best.take(step, value)
+
     def after(self, done: StepDone) -> str | None:
-        """Does everything that follows an update. Returns a reason to end the run, or None.
+        """Does everything that follows an update. Returns a reason to end the run; "" or None: it
+        goes on.
 
         Metrics and their log, then peers and signals, then status and checkpoint. Raises
         FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
@@ -266,7 +307,7 @@ class Watch:
         metrics = self.numbers(done)
 
         # An end from here on keeps this step: it is logged even if its evaluation is cut short.
-        self.accuracy = None
+        self.ranked = None
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
@@ -276,7 +317,7 @@ class Watch:
         last = session.run.training.max_steps
         if is_due(done.step, session.run.evaluation.interval_steps, last):
             metrics |= self.evaluated()
-        self.accuracy = metrics.get("eval/accuracy")
+        is_new_best = self.rank(done.step, metrics)
         self.unfinished.log_pending()
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
@@ -294,14 +335,21 @@ class Watch:
             raise FloatingPointError(diverged(done.step, self.skipped, folder, metrics))
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
-        every = session.run.training.save_interval_steps
-        saves = reason or is_due(done.step, every, last)
-        if saves or self.accuracy is not None:
+        training = session.run.training
+        ended = ""
+        if done.ends_rollout and not reason and not done.is_last:
+            ended = self.best.ended_by(training.early_stopping_patience)
+        is_kept = is_new_best and training.keep_best_checkpoints and done.ends_rollout
+        saves = (
+            reason or ended or is_kept or is_due(done.step, training.save_interval_steps, last)
+        )
+        if saves or "time/eval" in metrics:
             session.status.write("running")
         if saves:
             self.save()
         session.status.stopped = reason
-        return reason
+        session.status.early_stopping = ended
+        return reason or ended
 
     # ---- numbers
 
@@ -326,6 +374,9 @@ class Watch:
         # prompts too: they are computed as well
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
         metrics["train/num_tokens"] = self.num_tokens
+        training = self.session.run.training
+        if training.epochs is not None:
+            metrics["train/epoch"] = training.epochs * done.step / training.max_steps
 
         # The learning rate of this update, and where the time went.
         metrics["train/learning_rate"] = self.learning_rate(self._updates_before)
@@ -361,22 +412,33 @@ class Watch:
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
-        """Held-out accuracy now; {} if the run has no evaluation. is_first: before any step."""
+        """What held-out examples say now; {} if the run has no evaluation. is_first: before any
+        step."""
         session = self.session
-        if not session.run.evaluation.num_examples:
+        if not session.run.evaluation.num_examples and not session.run.loss_examples:
             return {}
         began = time.perf_counter()
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
-        session.console.show("measuring held-out accuracy")
+        metrics = {}
+        if session.run.loss_examples:
+            session.console.show("measuring held-out loss")
+            metrics |= held_out_loss(self.learner, session.task, self.state)
+        if session.run.evaluation.num_examples:
+            session.console.show("measuring held-out accuracy")
+            metrics |= self.sampled(is_first)
+        session.status.record(metrics)
+        return {**metrics, "time/eval": time.perf_counter() - began}
+
+    def sampled(self, is_first: bool) -> Metrics:
+        """The metrics of completions of held-out prompts, which samples/ gets when it is due."""
+        session = self.session
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
         evaluation = self.source.evaluate(
             step, self.learner.policy_params(self.state), patience
         )
-        sampled = averages_of_samples(evaluation.metrics)
-        session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or is_due(step, every, session.run.training.max_steps)):
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
@@ -386,7 +448,7 @@ class Watch:
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(rows, with_rewards=True)
-        return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
+        return evaluation.metrics
 
     def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
         """Raises SamplerFault where sampler and trainer disagree by more nats a token than
@@ -446,7 +508,7 @@ class Watch:
         step = int(self.state.step)
         overlap = self.learner.overlap
         in_flight = None if overlap is None else overlap.at(step)
-        self.checkpoints.save(self.state, self.accuracy, self.skipped, in_flight)
+        self.checkpoints.save(self.state, self.ranked, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.parts, session.run_dir)

@@ -166,6 +166,7 @@ class Server(Face):
                     await response.write(event(answer.piece(index, piece, is_first)))
         except (EngineFailed, TimedOut) as error:
             if response is None:
+                # Nothing was sent yet, so the error can have its status.
                 raise
             await response.write(event(error_body(str(error), "server_error")))
         else:
@@ -214,6 +215,7 @@ class Server(Face):
                     most = self.settings.request_seconds
                     raise TimedOut(f"the request took more than {most:g} s")
                 index, new = arrival
+                # A stop text has ended it here, and the engine did not know yet.
                 if choices[index].whole.finish_reason is not None:
                     continue
                 if new.reason == "error":
@@ -223,6 +225,8 @@ class Server(Face):
                 request["counts"] = f"{read} + {sampled} tokens"
                 if piece.finish_reason is not None:
                     left -= 1
+                    # The engine knows no stop texts of clients; to one that has ended, this
+                    # does nothing.
                     self.engine.cancel(sequences[index])
                 # The next call of an agent may come as soon as it has the last piece.
                 if self.recorder is not None and not left:

@@ -162,6 +162,7 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
 
     # The tokens of a completion, at most.
     most = min(limits.max_new_tokens, limits.max_length - longest)
+    # 16 is the default that the API has for texts.
     max_tokens = most if is_chat else min(16, most)
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(checked, name, None)

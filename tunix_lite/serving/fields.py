@@ -59,6 +59,7 @@ def _checked(name: str, value: object, hint: object, metadata: Mapping) -> Any:
 
 def checked_number(name: str, value: object, kind: type, low: float, high: float) -> Any:
     """The value as an int or a float. Raises BadCall, with the name, for one outside the limits."""
+    # True is an int to isinstance.
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     # A whole number may have more digits than a float holds, so it is compared as it is.
     if not is_number or not low <= value <= high:
@@ -66,6 +67,7 @@ def checked_number(name: str, value: object, kind: type, low: float, high: float
         if kind is int:
             limits = f"whole number from {low} to {high}"
         raise BadCall(f"{name}={shown(value)}; it is a {limits}", name)
+    # The devices compute in float32, where it would be 0.
     if 0 < abs(value) < LEAST_POSITIVE:
         message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
         raise BadCall(message, name)

@@ -75,6 +75,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
                 [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
             )
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+            # Templates join it with other texts, and null is none.
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
         elif not isinstance(message.get("content"), str):
             raise BadCall(
@@ -134,10 +135,12 @@ class CallReader:
         """The end of the text that is no part of a call."""
         text = self._text
         if text.lstrip().startswith(_BRACKETS):
+            # It may be a bare call, which only its end shows.
             return 0
         marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
         end = min(marks, default=len(text))
         if not marks:
+            # The last characters may be the beginning of a mark.
             longest = max(map(len, _MARKS)) - 1
             for length in range(min(longest, len(text)), 0, -1):
                 if any(mark.startswith(text[-length:]) for mark in _MARKS):

@@ -168,7 +168,8 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     longest does not fit into a micro-batch."""
     settings = run.training
     if not settings.is_packed:
-        return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
+        scored = run.generation.max_new_tokens
+        return RowLayout("none", batch.num_micro_batches, scored, num_rows=batch.sequences)
     longest = sum(lengths_of(run.generation))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(

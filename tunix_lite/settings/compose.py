@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
-from tunix_lite.settings.config import RunConfig, build
+from tunix_lite.settings.config import EVALUATED, RunConfig, build
 from tunix_lite.settings.flags import check_values, wrong_override
 from tunix_lite.settings.hints import shell_quoted
 
@@ -45,6 +45,14 @@ def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     if name == "temperature":
         has_prompt = _root_.get("prompt") is not None or _root_.get("prompts") is not None
         return 0.0 if has_prompt and _root_["num_generations"] == 1 else _TEMPERATURE
+    # the rows of text: all tokens but the first are learned
+    row_tokens = _root_["task"].get("row_tokens")
+    if row_tokens is not None:
+        return {"max_prompt_length": 1, "max_new_tokens": row_tokens - 1, "num_examples": 0}[
+            name
+        ]
+    if name == "num_examples":
+        return EVALUATED
     lengths = _root_["task"].get("lengths")
     if lengths is not None:
         return lengths[name]

@@ -6,12 +6,13 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.plain_text import shown
@@ -28,21 +29,26 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
+from tunix_lite.tasks.sources import batches_of_epoch
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
 # ---- the settings of a run, one class per folder of conf/
 
 
+# Held-out examples in an evaluation, and rows of text whose loss is measured.
+EVALUATED = 256
 # settings of Training that name one of a few
 CHOICES = {
     "packing": (*PACKING, "auto"),
+    "last_batch": ("drop", "keep"),
     "mixed_precision": (*DTYPES, "auto"),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
     "memory_check": ("stop", "warn"),
     "reduce_dtype": ("float32", "bfloat16"),
     "tp_reduce_dtype": ("float32", "bfloat16"),
+    "best_is": ("auto", "highest", "lowest"),
 }
 
 
@@ -60,8 +66,13 @@ def _check_numbers(
 class TrainingConfig:
     """Settings of training: its length, the size of its batches, and what is kept."""
 
-    # Number of optimizer updates.
-    max_steps: int = 60
+    # Number of optimizer updates. null takes 60, or those of `epochs`.
+    max_steps: int | None = None
+    # Passes over the training rows, in place of max_steps. null counts updates.
+    epochs: int | None = None
+    # Rows at the end of an epoch that fill no batch: drop, or keep (a smaller batch, for sft and
+    # dpo).
+    last_batch: str = "drop"
     # Prompts in one update. null derives it from micro_batch_size and gradient_accumulation_steps.
     prompts_per_step: int | None = 16
     # Sequences per fsdp shard in one forward and backward pass. null derives the number. auto takes
@@ -104,8 +115,16 @@ class TrainingConfig:
     save_interval_steps: int = 20
     # Number of newest checkpoints to keep, at least 1.
     keep_checkpoints: int = 2
-    # Number of checkpoints with the best held-out accuracy to keep as well. 0 keeps none.
+    # Number of checkpoints to keep as well that are best by best_metric. A new best is saved at
+    # once. 0 keeps none.
     keep_best_checkpoints: int = 0
+    # Metric that says which checkpoint is best (step=best), such as eval/accuracy or eval/loss.
+    best_metric: str = "eval/accuracy"
+    # What is better: highest or lowest. auto knows it of accuracies, losses, rewards and the like.
+    best_is: str = "auto"
+    # The run ends after this many measurements of best_metric in a row that are no new best. null
+    # goes on.
+    early_stopping_patience: int | None = None
     # Save and stop within this many minutes, for the time limit of a cluster. null sets no limit.
     max_minutes: float | None = None
     # Seconds between SIGTERM and the end of the machine. The run warns if an update takes longer.
@@ -133,7 +152,15 @@ class TrainingConfig:
         )
         rule = "must be at least 1, or null to derive it"
         _check_numbers(self, sizes, lambda x: x >= 1, rule)
-        counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
+        rule = "must be at least 1, or null to go on"
+        _check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
+        if self.last_batch == "keep" and self.epochs is None:
+            raise ValueError(
+                "last_batch=keep is about the end of an epoch; give training.epochs"
+            )
+        if self.max_steps is None and self.epochs is None:
+            object.__setattr__(self, "max_steps", 60)
+        counts = "max_steps epochs log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
         _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
         rule = "must be above 0, or null for no limit"
@@ -142,6 +169,7 @@ class TrainingConfig:
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        is_lower_better(self.best_metric, self.best_is)
 
         # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
@@ -168,6 +196,35 @@ class TrainingConfig:
                 "shard sends its float32 sum over the mesh; leave out one of the two"
             )
 
+    def with_steps(self, num_rows: int, batch_size: int, updates: int) -> "TrainingConfig":
+        """The same with the updates that its epochs have. batch_size: rows of a batch. updates:
+        that are made of it. Raises ValueError if max_steps says another number, or an epoch has no
+        batch."""
+        if self.max_steps is not None:
+            raise ValueError(
+                f"max_steps={self.max_steps} and epochs={self.epochs}: a run has one of them; "
+                "training.max_steps=null counts epochs, training.epochs=null counts updates"
+            )
+        each = batches_of_epoch(num_rows, batch_size, self.last_batch)
+        return replace(self, max_steps=self.epochs * each * updates)
+
+    @property
+    def ranks(self) -> bool:
+        """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
+        return bool(self.keep_best_checkpoints or self.early_stopping_patience)
+
+    @property
+    def use_of_best(self) -> str:
+        """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
+        is_lower = is_lower_better(self.best_metric, self.best_is)
+        parts = []
+        if count := self.keep_best_checkpoints:
+            parts.append(f"{count} checkpoint{'s are' if count > 1 else ' is'} kept")
+        if count := self.early_stopping_patience:
+            parts.append(f"{count} measurements in a row that are no new best end the run")
+        which = "lowest" if is_lower else "highest"
+        return f"{which} {self.best_metric}: {', and '.join(parts)}"
+
     @property
     def is_packed(self) -> bool:
         """Returns whether rows are packed, and packing is not still to be chosen."""
@@ -176,21 +233,24 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Completions of held-out prompts, before the first update, at every interval and after the
-    last: one greedy one of each, and samples."""
+    """What is measured before the first update, at every interval and after the last: completions
+    of held-out prompts, one greedy one of each, and samples; and the loss of held-out rows."""
 
     # Held-out examples in an evaluation. 0 turns evaluation off.
-    num_examples: int = 256
+    num_examples: int = EVALUATED
     # Updates between two evaluations. 0 evaluates only at the start and at the end.
     interval_steps: int = 15
     # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
     # draws none.
     num_samples: int = 4
+    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples, or
+    # 256 rows of text. 0 turns it off.
+    loss_examples: int | None = None
     # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 0.7
 
     def __post_init__(self):
-        counts = "num_examples interval_steps num_samples"
+        counts = "num_examples interval_steps num_samples loss_examples"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.temperature <= 0:
             raise ValueError(
@@ -289,19 +349,49 @@ class RunConfig:
         training = self.training
         every = training.save_interval_steps
         updates = self.algorithm.updates_per_rollout
-        if every % updates or training.max_steps % updates:
+        # epochs are whole rollouts
+        last = training.max_steps or updates
+        if every % updates or last % updates:
             raise ValueError(
-                f"training.save_interval_steps={every} and training.max_steps={training.max_steps} "
+                f"training.save_interval_steps={every} and training.max_steps={last} "
                 f"must be multiples of algorithm.updates_per_rollout={updates}: a run stops and "
                 "resumes between two rollouts: training.save_interval_steps="
-                f"{_multiple(every, updates)} training.max_steps="
-                f"{_multiple(training.max_steps, updates)}"
+                f"{_multiple(every, updates)} training.max_steps={_multiple(last, updates)}"
             )
-        if training.keep_best_checkpoints and not self.evaluation.num_examples:
+        if training.last_batch == "keep" and not self.algorithm.needs.demonstrations:
             raise ValueError(
-                "training.keep_best_checkpoints ranks by held-out accuracy; "
-                "evaluation.num_examples is 0"
+                "training.last_batch=keep is for algorithms that learn from rows, such as sft: "
+                "completions are sampled for whole batches; set training.last_batch=drop"
             )
+
+        # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
+        evaluation = self.evaluation
+        if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:
+            raise ValueError(
+                f"evaluation.loss_examples={evaluation.loss_examples}: the loss of "
+                f"{type(self.algorithm).__name__} says nothing of held-out rows; leave it out, or "
+                "take algorithm=sft, dpo or distill"
+            )
+        part, _, name = training.best_metric.partition("/")
+        of = "loss" if name in OF_LOSS else "num"
+        count = self.loss_examples if of == "loss" else evaluation.num_examples
+        if training.ranks and part == "eval" and not count:
+            raise ValueError(
+                f"training.best_metric={training.best_metric} is not measured, as "
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric, such "
+                "as training.best_metric=eval/loss with algorithm=sft"
+            )
+
+    @property
+    def loss_examples(self) -> int:
+        """Returns the number of held-out rows whose loss is measured; 0: of none."""
+        evaluation = self.evaluation
+        if self.algorithm.needs.held_out_loss is None:
+            return 0
+        if evaluation.loss_examples is not None:
+            return evaluation.loss_examples
+        # of rows of text nothing is sampled
+        return EVALUATED if self.task.packs_rows else evaluation.num_examples
 
     @property
     def learning_temperature(self) -> float:
@@ -363,6 +453,20 @@ def _check_task(run: RunConfig) -> None:
     needs = run.algorithm.needs
     with error_context("task"):
         run.task.check_algorithm(bool(needs.demonstrations))
+        # Rows that the task fills are neither sampled nor packed again.
+        if run.task.packs_rows:
+            of_rows = run.generation.max_prompt_length + run.generation.max_new_tokens
+            wrong = {
+                "they have row_tokens tokens; leave out generation.max_prompt_length and "
+                "max_new_tokens": of_rows != run.task.row_tokens,
+                "set generation.long_prompts=error": run.generation.long_prompts != "error",
+                "set training.packing=none": run.training.is_packed,
+                "set evaluation.num_examples=0": run.evaluation.num_examples,
+            }
+            for remedy in filter(wrong.get, wrong):
+                raise ValueError(
+                    f"rows of text are full, and no prompts to sample from: {remedy}"
+                )
         if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)

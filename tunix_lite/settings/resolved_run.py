@@ -158,6 +158,8 @@ class ResolvedRun:
             rollouts.append((count, 1))
             if samples := self.run.evaluation.num_samples:
                 rollouts.append((count, samples))
+        if (count := self.run.loss_examples) and not algorithm.needs.demonstrations:
+            rollouts.append((count, algorithm.num_generations))
         return tuple(rollouts)
 
     @property
@@ -198,7 +200,7 @@ class ResolvedRun:
         sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
         # there, sampling has no devices beside its own
         rollout = replace(self.run.rollout, mesh_shape=None)
-        evaluation = replace(self.run.evaluation, num_examples=0)
+        evaluation = replace(self.run.evaluation, num_examples=0, loss_examples=0)
         run = replace(self.run, rollout=rollout, evaluation=evaluation)
         slots = rollout.slots(self.batch.sequences, sizes["fsdp"])
         return replace(self, run=run, mesh_shape=sizes, slots=slots)

@@ -99,6 +99,7 @@ def _hashes(task: Task, examples: Sequence[dict]) -> list[int]:
             if task.skips:
                 continue
             raise ValueError(f"{place_of(example) or f'example {i}'}: {error}") from error
+        # The texts of all prompts would take their memory once more.
         hashes.append(task.text.template.hash(example))
     return hashes
 

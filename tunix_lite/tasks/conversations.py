@@ -119,6 +119,7 @@ class EnvironmentPartner:
             try:
                 own = self._own_replies(LOOK_SECONDS if wait_for_one else 0.0, patience)
             except ValueError as failed:
+                # Not raised here: alone, this process would leave the others waiting.
                 error = str(failed)
             stops = wait_for_one and stopping is not None and stopping.is_requested()
             everyone = self._processes.exchange(own, error, stops)

@@ -12,8 +12,6 @@ from tunix_lite.tasks.sources import FileSource
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 NO_TRAIN = "train is missing: give task.train=FILE"
-# Every so many-th row is held out, where there is one file.
-HELD_OUT_EVERY = 10
 
 
 def whole_text(completion: str) -> str:
@@ -27,11 +25,12 @@ class FileRows(FileSource):
     Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt."""
 
     train_file: str | None  # None: there is nothing to train on, such as in an evaluation
-    held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
+    held_out_file: str | None  # None: every held_out_every-th row of train_file
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
     # a row that makes no prompt is malformed, too
     checker: PromptTemplate
+    held_out_every: int = 10
 
     @cached_property
     def train(self) -> Rows:
@@ -41,7 +40,7 @@ class FileRows(FileSource):
         rows = self.rows(self.train_file)
         if self.held_out_file:
             return rows
-        part = rows.part([i for i in range(len(rows)) if (i + 1) % HELD_OUT_EVERY])
+        part = rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
         part.skipped, part.first_skipped = rows.skipped, rows.first_skipped
         return part
 
@@ -51,7 +50,7 @@ class FileRows(FileSource):
         if self.held_out_file:
             return self.rows(self.held_out_file)
         rows = self.rows(self.train_file)
-        return rows.part(range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY))
+        return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
 
     def rows(self, file: str) -> Rows:
         """All rows of a file."""
@@ -77,8 +76,10 @@ class FilesTaskConfig(TaskConfig):
     extract: Callable = whole_text
     # File to train on. A run needs it, an evaluation does not.
     train: str | None = None
-    # File to evaluate with. null holds out every tenth row of `train`.
+    # File to evaluate with. null holds out rows of `train`.
     held_out: str | None = None
+    # One row in so many is held out where `held_out` is null: 10 are a tenth.
+    held_out_every: int = 10
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
@@ -94,6 +95,11 @@ class FilesTaskConfig(TaskConfig):
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
         check_on_error(self.on_error)
+        if self.held_out_every < 2:
+            raise ValueError(
+                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
+                "train on"
+            )
         rewards = dict(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -120,6 +126,7 @@ class FilesTaskConfig(TaskConfig):
             self.format,
             self.on_error,
             self.row_template,
+            self.held_out_every,
         )
         settle("source", source)
         super().__post_init__()

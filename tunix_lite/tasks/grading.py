@@ -57,6 +57,7 @@ def shared_outcomes(
         "files and the same tokenizer?",
     )
     count = len(everyone)
+    # As `Processes` deals them out.
     results = [everyone[call % count][0][call // count] for call in range(len(futures))]
     return [
         {name: Outcome(kind, from_json(value)) for name, (kind, value) in one.items()}

@@ -76,6 +76,7 @@ class Gsm8k(FileSource):
 def strict(completion: str, example: dict) -> float:
     """1 if the number after the first `####` equals `answer`, as in the paper's code, else 0."""
     match = HASHES.search(completion)
+    # The pattern takes the full stop of a sentence, too.
     number = None if match is None else number_of(match[1].rstrip("."))
     return float(number is not None and number == number_of(example["answer"]))
 

@@ -48,6 +48,7 @@ def conversation_of(example: Mapping) -> list[Message]:
             "an example needs a field `prompt` or `messages`, or give "
             f"task.prompt='...{{column}}...'; this one has {fields_of(example)}"
         )
+    # A row of Parquet has both columns, one of them null.
     name = next((name for name in present if example[name] is not None), present[0])
     if isinstance(example[name], str) and name == "prompt":
         return [Message("user", example[name])]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tunix_lite.tasks.sources import digest
 
 
@@ -35,6 +37,8 @@ class Processes:
     share: Callable[[Any], list] = lambda value: [value]
     # knows whether the run is to end (distributed.stopping); None: it is not
     stopping: Any = None
+    # [B] bool: which rows of a batch this process's devices hold; None: all
+    own_rows: Callable[[int], np.ndarray] | None = None
 
     def exchange(self, value: object, error: str | None, stops: bool = False) -> list:
         """The values of all processes, JSON each. Raises on all of them SharedError if one has an
@@ -66,6 +70,7 @@ def same_on_all(processes: Processes, take: Callable[[], Any]) -> Any:
     error = None
     try:
         taken = take()
+    # Raised only after the exchange, in which the other processes wait for this one.
     except ValueError as failed:
         error = str(failed)
     processes.check_same(

@@ -86,6 +86,7 @@ class PromptTemplate:
         self, name: str, template: str, example: dict
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a template, as str.format makes it, and the spans that fields have in it."""
+        # Not str.format, which does not say where the fields are.
         formatter = Formatter()
         text = ""
         spans = []
@@ -97,6 +98,7 @@ class PromptTemplate:
                 # null would become the word None in the prompt
                 if example[column] is None:
                     raise ValueError(f"{column!r} is null, and needs a value")
+                # By the whole name: format would follow `.` and `[` into attributes of the value.
                 value = formatter.convert_field(example[column], conversion)
                 written = formatter.format_field(value, formatter.vformat(spec, (), example))
                 spans.append((len(text), len(text) + len(written)))

@@ -1,6 +1,7 @@
 """Files of rows, a dict a row: JSON lines and Parquet."""
 
 import codecs
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,7 +185,9 @@ def _json_row(line: bytes) -> dict:
     return row
 
 
-def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
+@contextlib.contextmanager
+def _parquet(file: str) -> Iterator[Any]:
+    """The file, opened by pyarrow, whose errors become ValueError."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -192,14 +195,32 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, dict]]:
             f"{file}: a Parquet file needs pyarrow: pip install -e '.[data]'"
         ) from error
     try:
-        batches = parquet.ParquetFile(file).iter_batches()
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        yield parquet.ParquetFile(file)
     except (ArrowException, OSError) as error:
         raise ValueError(f"{file}: cannot be read as Parquet ({error})") from error
+
+
+def parquet_rows(
+    file: str, groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, dict]]:
+    """The rows of these row groups with these columns, those that there are, numbered from 1; None:
+    all. Raises ValueError."""
+    with _parquet(file) as opened:
+        if columns is not None:
+            # pyarrow leaves out a column that is not there; then all say what there is
+            columns = [name for name in columns if name in opened.schema_arrow.names] or None
+        batches = opened.iter_batches(row_groups=groups, columns=columns)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def parquet_groups(file: str) -> int:
+    """Counts the row groups of a Parquet file. Raises ValueError."""
+    with _parquet(file) as opened:
+        return opened.num_row_groups
 
 
 # kind -> the rows of a file as they stand there, with the number of the line; and what reads one
 KINDS: dict[str, tuple[Callable, Callable]] = {
     "jsonl": (_raw_lines, _json_row),
-    "parquet": (_parquet_rows, dict),
+    "parquet": (parquet_rows, dict),
 }

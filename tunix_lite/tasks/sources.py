@@ -43,11 +43,35 @@ def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
-def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
-    """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch."""
+def batch_at(
+    examples: Sequence[dict],
+    batch_size: int,
+    seed: int,
+    step: int,
+    last_batch: str | None = None,
+) -> list[dict]:
+    """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch.
+    last_batch: what becomes of the examples at the end of an epoch that fill no batch: drop, or
+    keep, a smaller one; None: the next epoch fills it."""
     order = _order_of(examples, seed)
     places = range(step * batch_size, (step + 1) * batch_size)
+    if last_batch is not None:
+        each = batches_of_epoch(len(examples), batch_size, last_batch)
+        epoch, number = divmod(step, each)
+        end = min((number + 1) * batch_size, len(examples))
+        begin = epoch * len(examples)
+        places = range(begin + number * batch_size, begin + end)
     return [examples[int(order[place])] for place in places]
+
+
+def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
+    """Counts the batches of a pass over so many examples. Raises ValueError if there is none."""
+    if last_batch == "drop" and count < batch_size:
+        raise ValueError(
+            f"an epoch of {count:,} rows has no batch of {batch_size:,}; "
+            f"training.prompts_per_step={count} fits, or training.last_batch=keep"
+        )
+    return -(-count // batch_size) if last_batch == "keep" else count // batch_size
 
 
 class FittingOrders:
@@ -114,10 +138,14 @@ class FittingOrders:
 
 
 def first_fitting(
-    examples: Sequence[dict], count: int, look: Callable[[dict], str] | None
+    examples: Sequence[dict],
+    count: int,
+    look: Callable[[dict], str] | None,
+    setting: str = "num_examples",
 ) -> list[dict]:
     """The first `count` held-out examples that fit, or all that do if there are no more than
-    `count`. Raises ValueError if too few fit. look: None: all fit."""
+    `count`. Raises ValueError if too few fit. look: None: all fit. setting: of `evaluation`, which
+    says how many."""
     fitting = []
     first_unfit = ""
     # examples are made one by one, so no more of them than needed
@@ -131,8 +159,8 @@ def first_fitting(
         first_unfit = first_unfit or why
     if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
         raise ValueError(
-            f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
-            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower num_examples"
+            f"evaluation.{setting}={count}, but of {len(examples)} held-out prompts "
+            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower {setting}"
         )
     return fitting
 
@@ -151,6 +179,8 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
+    if isinstance(own := getattr(examples, "digest", None), str):
+        return own
     known = examples.known if isinstance(examples, Rows) else {}
     if "digest" in known:
         return known["digest"]

@@ -149,6 +149,13 @@ class TaskConfig:
         _check_call("correct", self.correct, "completion, example")
         _check_call("extract", self.extract, "completion")
 
+    # whether its examples are rows that hold as many tokens as fit (tasks/text.py)
+    packs_rows = False
+
+    def task(self, *arguments: Any, **settings: Any) -> "Task":
+        """Its Task, with these arguments after the settings."""
+        return Task(self, *arguments, **settings)
+
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """Raises ValueError if the algorithm cannot learn from this task. needs_demonstrations: it
         learns from rows; else from completions that it samples."""
@@ -238,6 +245,8 @@ class Task:
     environments: EnvironmentPool | None = None
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
+    # how an epoch ends (training.last_batch); None: the data goes round without end
+    last_batch: str | None = None
     # the orders of examples that fit, by what they depend on; all that `replace` makes share it
     orders: dict = field(default_factory=dict, compare=False, repr=False)
 
@@ -287,8 +296,9 @@ class Task:
         train = self.config.source.train
 
         def take() -> tuple[list[dict], int]:
-            if not self.leaves_out:
-                return batch_at(train, batch_size, seed, step), 0
+            if self.last_batch is not None or not self.leaves_out:
+                rows = train if self.last_batch is None else self.counted_rows
+                return batch_at(rows, batch_size, seed, step, self.last_batch), 0
             key = self.look_settings
             orders = self.orders.get(key)
             if orders is None or not orders.are_of(train):
@@ -296,6 +306,20 @@ class Task:
             return orders.batch(batch_size, seed, step)
 
         return same_on_all(self.processes, take)
+
+    @property
+    def counted_rows(self) -> Sequence[dict]:
+        """The training examples that an epoch has: those that fit, all of which are looked at."""
+        train = self.config.source.train
+        if not self.leaves_out:
+            return train
+        key = ("epoch", *self.look_settings)
+        if key not in self.orders:
+            fitting = [row for i in range(len(train)) if not self.look(row := train[i])]
+            if not fitting:
+                raise ValueError(f"none of {len(train):,} training examples can be taken")
+            self.orders[key] = fitting
+        return self.orders[key]
 
     @property
     def skips(self) -> bool:
@@ -333,10 +357,27 @@ class Task:
             return str(error)
         return ""
 
-    def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples that fit. Raises ValueError if too few do."""
-        look = replace(self, learned=()).look if self.leaves_out else None
-        return first_fitting(self.config.source.held_out, count, look)
+    def held_out(self, count: int, is_learned: bool = False) -> list[dict]:
+        """The first `count` held-out examples that fit. Raises ValueError if too few do.
+        is_learned: with what the algorithm learns from, for its loss; else their prompts are
+        enough."""
+        looked_at = self if is_learned else replace(self, learned=())
+        look = looked_at.look if self.leaves_out else None
+        setting = "loss_examples" if is_learned else "num_examples"
+        return first_fitting(self.config.source.held_out, count, look, setting)
+
+    def references(self, examples: list[dict], field: str | None = None) -> list[str] | None:
+        """The text of each example that a completion should resemble: in this field, or without one
+        the demonstration that SFT learns from. None: there are none, or not of every example."""
+        if field is not None:
+            return [str(example[field]) for example in examples]
+        if self.learned != ("completion",):
+            return None
+        try:
+            return [self.text.completion(example)[0].text for example in examples]
+        # an example has no demonstration
+        except ValueError:
+            return None
 
     # ---- tokens
 
@@ -410,6 +451,10 @@ class Task:
             token_mask_BT[i, begin:end] = True
             completion_mask_BT[i, middle:end] = learned
         return tokens_BT, token_mask_BT, completion_mask_BT
+
+    def segments(self, examples: list[dict]) -> np.ndarray | None:
+        """The documents of each example's tokens, as Batch.segment_ids; None: each is one."""
+        return None
 
     def truncated(self, examples: list[dict]) -> int:
         """Counts the prompts that are longer than `max_prompt_length`."""

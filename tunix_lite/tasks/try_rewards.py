@@ -42,6 +42,7 @@ def failing_functions(
     if not called:
         return ""
     limit = min(settings.timeout, SECONDS)
+    # With zero, a failure comes back as an outcome and raises nothing.
     own = replace(settings, on_error="zero", workers=1, timeout=limit)
     texts = [CompletionText(text, len(text.split())) for text in COMPLETIONS]
     groups = set(config.group_names)

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from tunix_lite.basics import digests
+from tunix_lite.basics.best import Ranked
 from tunix_lite.basics.errors import is_of_a_peer
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params, TrainState
@@ -36,6 +37,9 @@ _SHOWN = 4
 # A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
 _ABOUT = "about.json"
 _SKIPPED = "skipped_in_a_row"
+# its key for what was measured at this step, and the name of the checkpoint that is best by it
+_MEASURED = "measured"
+_BEST = "best"
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 _IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
@@ -60,11 +64,13 @@ class Checkpoints:
         keep_best: int = 0,
         when_whole: Callable[[], None] | None = None,
     ):
-        """keep: newest checkpoints that stay. keep_best: and of those with the highest held-out
-        accuracy. when_whole: called once, when the first save is on disk."""
+        """keep: newest checkpoints that stay. keep_best: and of the best by what was measured.
+        when_whole: called once, when the first save is on disk."""
         self.folder = Path(folder).absolute()
         self._keep = keep
-        self._keep_best = keep_best
+        self.keep_best = keep_best
+        # what was measured of each checkpoint
+        self._measured: dict[int, Ranked | None] = {}
         # orbax's manager, once it is needed
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
@@ -80,14 +86,9 @@ class Checkpoints:
         """The manager of orbax that saves, only for the run that has locked the folder."""
         if self._opened is None:
             policies = ocp.checkpoint_managers
-            best = policies.BestN(
-                get_metric_fn=lambda metrics: metrics["accuracy"],
-                n=self._keep_best,
-                keep_checkpoints_without_metrics=False,
-            )
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(
-                    [policies.LatestN(self._keep), best]
+                    [policies.LatestN(self._keep), _KeepBest(self)]
                 ),
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(
@@ -156,18 +157,17 @@ class Checkpoints:
     def save(
         self,
         state: TrainState,
-        accuracy: float | None = None,
+        measured: Ranked | None = None,
         skipped: int = 0,
         in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Starts to save the state, which may be donated afterwards; a thread writes it. Raises
         OSError.
 
-        accuracy: held-out, if measured. skipped: updates skipped in a row. in_flight: completions
-        that no update has taken yet, as arrays.
+        measured: the metric that ranks it, if it has one. skipped: updates skipped in a row.
+        in_flight: completions that no update has taken yet, as arrays.
         """
         step = int(state.step)
-        metrics = None if accuracy is None else {"accuracy": accuracy}
         if self._own is None:
             self.folder.mkdir(exist_ok=True)
             self._own = _identity(self.folder)
@@ -175,10 +175,12 @@ class Checkpoints:
             # The save before still reads what is set here.
             self._manager.wait_until_finished()
             self._check_there()
-            self._saving = ({"step": step, _SKIPPED: skipped}, in_flight)
-            saved = self._manager.save(
-                step, args=ocp.args.StandardSave(state), metrics=metrics
-            )
+            about = {"step": step, _SKIPPED: skipped}
+            if measured is not None:
+                about[_MEASURED] = measured._asdict()
+            self._saving = (about, in_flight)
+            self._measured[step] = measured
+            saved = self._manager.save(step, args=ocp.args.StandardSave(state))
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
@@ -188,22 +190,63 @@ class Checkpoints:
         like: the shapes, dtypes and shardings to restore. Raises ValueError if there is no
         checkpoint, or it cannot be read, has changed, or does not match `like`.
         """
-        return self._read(self._chosen(None), shapes_of(like))
+        return self._read(self.chosen_step(None), shapes_of(like))
 
-    def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params). step: None: the newest.
+    def restore_params(
+        self, like: Params, step: int | str | None = None
+    ) -> tuple[int, Params]:
+        """Reads only the parameters of a checkpoint: (its step, params). step: as of chosen_step.
         Raises as `restore`."""
-        step = self._chosen(step)
+        step = self.chosen_step(step)
         return step, self._read(step, {"params": like}, is_part=True)["params"]
 
-    def _chosen(self, step: int | None) -> int:
-        """This step, or the newest. Raises ValueError if there is no such checkpoint."""
+    def chosen_step(self, step: int | str | None) -> int:
+        """This step; None: the newest; best: that of the best checkpoint. Raises ValueError if
+        there is no such checkpoint."""
         steps = self.steps()
+        if step == _BEST and steps:
+            ranked = self.from_best(steps)
+            if not ranked:
+                raise ValueError(
+                    f"nothing was measured at a checkpoint of {self.folder}, so none is best; give "
+                    f"the number of one: step={steps[-1]}"
+                )
+            return ranked[0]
+        if isinstance(step, str):
+            raise ValueError(f"step={step}; it is a number, or best")
         if not steps or step not in (None, *steps):
             of_step = "" if step is None else f" of step {step}"
             there = f"; there is {', '.join(map(str, steps))}" if steps else ""
             raise ValueError(f"{self.folder} holds no checkpoint{of_step}{there}")
         return steps[-1] if step is None else step
+
+    def from_best(self, steps: Sequence[int]) -> list[int]:
+        """Those of the steps that have the metric of the newest measured one, the best first, and
+        of equals the earlier. Raises ValueError if one is damaged."""
+        ranked = {step: one for step in steps if (one := self.measured(step)) is not None}
+        if not ranked:
+            return []
+        metric, _, is_lower_better = ranked[max(ranked)]
+        sign = 1 if is_lower_better else -1
+        same = [step for step in ranked if ranked[step].metric == metric]
+        return sorted(same, key=lambda step: (sign * ranked[step].value, step))
+
+    def measured(self, step: int) -> Ranked | None:
+        """What ranks the checkpoint of this step; None: nothing was measured. Raises ValueError if
+        it is damaged."""
+
+        def read(file: Path) -> Ranked | None:
+            about = read_object(file).get(_MEASURED)
+            if about is None:
+                return None
+            measured = Ranked(**about)
+            if not math.isfinite(measured.value):
+                raise ValueError(f"{_MEASURED} is {shown(about)}")
+            return measured
+
+        if step not in self._measured:
+            self._measured[step] = self._beside(step, _ABOUT, read)
+        return self._measured[step]
 
     def skipped_in_a_row(self, step: int) -> int:
         """How many updates in a row were skipped up to this step. Raises ValueError if it is
@@ -383,6 +426,24 @@ class Checkpoints:
 
 
 # ---- details
+
+
+class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
+    """Keeps the best checkpoints by what was measured, those of an earlier start of the run too;
+    orbax would forget what it did not write itself."""
+
+    def __init__(self, of: Checkpoints):
+        self._of = of
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        steps = [one.step for one in checkpoints]
+        best = self._of.from_best(steps)[: self._of.keep_best] if self._of.keep_best else []
+        return [step in best for step in steps]
 
 
 def shapes_of(arrays: Tree) -> Tree:

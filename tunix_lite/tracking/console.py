@@ -25,6 +25,7 @@ LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
     "reward/mean": ("reward", "{:.3f}"),
     "completions/correct": ("right", "{:.0%}"),
+    "eval/loss": ("held-out loss", "{:.4f}"),
     "eval/accuracy": ("held-out accuracy", "{:.1%}"),
     "completions/mean_length": ("length", "{:.1f}"),
     "completions/truncated": ("cut", "{:.0%}"),
@@ -46,6 +47,14 @@ def averages_of_samples(metrics: Metrics) -> Metrics:
     """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
     names = [name for name in metrics if name.startswith("eval/avg_at_")]
     return {name.removeprefix("eval/"): metrics[name] for name in names}
+
+
+def scores_of(metrics: Metrics) -> Metrics:
+    """What status.json keeps of an evaluation, by name: accuracy, loss and `averages_of_samples`,
+    as far as there are numbers."""
+    names = [name for name in ("accuracy", "loss") if f"eval/{name}" in metrics]
+    scores = {name: metrics[f"eval/{name}"] for name in names} | averages_of_samples(metrics)
+    return {name: value for name, value in scores.items() if is_number(value)}
 
 
 def as_words(name: str) -> str:
@@ -75,23 +84,25 @@ class Console:
         quiet: bool = False,
         mode: str = "plain",
         evaluates_every: int = 0,
+        epochs: int | None = None,
     ):
         """every: steps between two lines on the screen. stream: the screen; None: standard output.
         quiet: print nothing; of several processes only the first prints. mode: tracking.console.
-        evaluates_every: steps between two evaluations; 0: there is one at the end, or none. Raises
-        OSError."""
+        evaluates_every: steps between two evaluations; 0: there is one at the end, or none. epochs:
+        passes over the data that max_steps are; None: they are not counted. Raises OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._screen = Screen(stream or sys.stdout)
         self._is_quiet = mode == "quiet"
         self._log = log_file.open("a", encoding="utf-8")
         self._max_steps = max_steps
+        self._epochs = epochs
         self._every = every
         self._evaluates_every = evaluates_every
         # of the steps so far, and of the last evaluation
         self._seconds: list[float] = []
         self._of_evaluation = 0.0
-        self._headline = _head_of(0, max_steps, None)
+        self._headline = self._head(0, None)
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Prints what the run is. rows: (name, text) of each line."""
@@ -124,7 +135,7 @@ class Console:
 
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from."""
-        self._headline = _head_of(step, self._max_steps, None)
+        self._headline = self._head(step, None)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
@@ -132,11 +143,11 @@ class Console:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
-        self._headline = _head_of(step, self._max_steps, left)
-        line = step_line(step, self._max_steps, metrics, left)
+        self._headline = self._head(step, left)
+        line = step_line(self._headline, metrics)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
-        if "eval/accuracy" in metrics or is_due:
+        if is_due or any(name.startswith("eval/") for name in metrics):
             self._print(line)
 
     def seconds_left(self, step: int) -> float | None:
@@ -165,6 +176,16 @@ class Console:
         self._screen.rewrite("")
         self._log.close()
 
+    def _head(self, step: int, seconds_left: float | None) -> list[str]:
+        """`step 12/60 20%`, `epoch 0.40 of 2` and `eta 1m20s`; None: not known."""
+        parts = [f"step {step}/{self._max_steps} {step / self._max_steps:.0%}"]
+        if self._epochs is not None:
+            passed = self._epochs * step / self._max_steps
+            parts.append(f"epoch {passed:.2f} of {self._epochs}")
+        if seconds_left is not None:
+            parts.append(f"eta {seconds_in_words(seconds_left)}")
+        return parts
+
     def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
         if not self._is_quiet or is_loud:
             self._screen.print(text, style)
@@ -173,21 +194,14 @@ class Console:
         self._log.write(
             "".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines)
         )
+        # A run that is killed leaves its last line.
         self._log.flush()
 
 
-def _head_of(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
-    """`step 12/60 20%` and `eta 1m20s`; None: not known."""
-    parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
-    return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
-
-
-def step_line(
-    step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
-) -> str:
+def step_line(head: list[str], metrics: Metrics) -> str:
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
     of a user's observers come first, so that a narrow terminal shows them."""
-    parts = _head_of(step, max_steps, seconds_left)
+    parts = list(head)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
@@ -242,6 +256,7 @@ class Screen:
 
     def print(self, text: str, style: str = "") -> None:
         """Prints a line, on a terminal in a colour: red, green, yellow or bold green."""
+        # Otherwise the text would stand behind the line that is rewritten.
         self.rewrite("")
         text = visible(text)
         if style and self.can_rewrite and not os.environ.get("NO_COLOR"):
@@ -259,6 +274,7 @@ class Screen:
         with contextlib.suppress(OSError, ValueError):
             # 0: the terminal does not know its size
             columns = os.get_terminal_size(self._stream.fileno()).columns or columns
+        # One column less, as a full line makes some terminals go on in the next one.
         self.write(f"\r\x1b[2K{visible(text)[: columns - 1]}")
         self.flush()
         self._is_rewritten = bool(text)

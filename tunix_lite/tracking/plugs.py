@@ -70,6 +70,7 @@ class Wandb(_Plug):
     mode: str | None = None
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
+        # An extra of the package: nobody needs it who does not name it.
         import wandb
 
         opened = wandb.init(
@@ -150,6 +151,7 @@ class Mlflow(_Plug):
         known = run.tracker_id("mlflow")
         opened = mlflow.start_run(run_id=known, run_name=None if known else run.name)
         run.keep_id("mlflow", opened.info.run_id)
+        # MLflow refuses to change a parameter that a run has.
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))

@@ -92,6 +92,7 @@ class Progress:
 
     def __exit__(self, kind: type | None, *_) -> None:
         self._over.set()
+        # The thread may be about to write the line once more.
         self._thread.join()
         self.output.show("")
         if self._has_begun and kind is None and self._done is not None:

@@ -14,7 +14,7 @@ from tunix_lite.basics import untrusted
 from tunix_lite.basics.plain_text import encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
-from tunix_lite.tracking.console import as_words, averages_of_samples, seconds_in_words
+from tunix_lite.tracking.console import as_words, scores_of, seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
 
 
@@ -140,16 +140,22 @@ class RunDir:
                 )
         return {"model": saved["model"], "seed": saved["seed"]}
 
-    def accuracies(self, until: int) -> dict:
-        """The first and last held-out accuracy in metrics.jsonl up to step `until`, as `eval` of
+    def evaluations(self, until: int) -> dict:
+        """The first and last evaluation in metrics.jsonl up to step `until`, as `eval` of
         status.json has them; {} if there are none."""
-        accuracies = []
+        rows = (row for _, _, row in rows_until(self.metrics, until))
+        scores = [one for one in map(scores_of, rows) if one]
+        return {"first": scores[0], "last": scores[-1]} if scores else {}
+
+    def measured(self, name: str, until: int) -> list[tuple[int, float]]:
+        """The (step, value) of a metric in metrics.jsonl up to step `until`, nan for one that is no
+        number."""
+        values = []
         for _, _, row in rows_until(self.metrics, until):
-            if is_number(row.get("eval/accuracy")):
-                sampled = averages_of_samples(row).items()
-                numbers = {name: value for name, value in sampled if is_number(value)}
-                accuracies.append({"accuracy": row["eval/accuracy"], **numbers})
-        return {"first": accuracies[0], "last": accuracies[-1]} if accuracies else {}
+            if name in row:
+                value = row[name] if is_number(row[name]) else math.nan
+                values.append((row["step"], value))
+        return values
 
     def last_number(self, name: str, until: int) -> int:
         """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
@@ -222,10 +228,12 @@ class Status:
         # updates done, and whether the loop has begun
         self.steps = 0
         self.started = False
-        # {"first": {"accuracy": ...}, "last": {"accuracy": ...}}, or {}
+        # {"first": {"accuracy": ...}, "last": {"accuracy": ...}} with other scores, or {}
         self.eval, self._seconds_before, self._began_from, _ = read_status(run_dir.status)
         # the reason why it ended before its last step, with a checkpoint, such as "SIGTERM"
         self.stopped: str | None = None
+        # why early stopping has ended it; "": it has not
+        self.early_stopping = ""
 
     @property
     def seconds(self) -> float:
@@ -247,23 +255,25 @@ class Status:
             self.eval = {}
             self._seconds_before = 0.0
         else:
-            logged = self._run_dir.accuracies(step)
+            logged = self._run_dir.evaluations(step)
             if logged:
                 self.eval = logged | {"first": self.eval.get("first", logged["first"])}
         self.write("running")
 
-    def record_accuracy(self, accuracy: float, sampled: Metrics | None = None) -> None:
-        """Keeps a held-out accuracy as the last one, and the very first also as the first. sampled:
-        console.averages_of_samples of the same evaluation."""
-        scores = {"accuracy": accuracy, **(sampled or {})}
-        self.eval.setdefault("first", scores)
-        self.eval["last"] = scores
+    def record(self, metrics: Metrics) -> None:
+        """Keeps the scores of an evaluation as the last ones, and the very first also as the
+        first."""
+        if scores := scores_of(metrics):
+            self.eval.setdefault("first", scores)
+            self.eval["last"] = scores
 
     def write(self, word: str, **more: Any) -> None:
         """Writes status.json. word: running, completed, stopped, failed or interrupted. more:
         further entries, such as error="...". Raises OSError."""
         if self.stopped:
             more["stopped"] = self.stopped
+        if self.early_stopping:
+            more["early_stopping"] = self.early_stopping
         for name, value in more.items():
             if isinstance(value, str):
                 more[name] = visible(value[:_MOST_ERROR])
@@ -280,13 +290,19 @@ class Status:
         if self.eval:
             first = self.eval["first"]
             last = self.eval["last"]
-            names = sorted(name for name in first.keys() & last.keys() if name != "accuracy")
-            known = [
-                name for name in names if is_number(first[name]) and is_number(last[name])
-            ]
-            texts = [f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"]
-            texts += [f"{as_words(x)} {first[x]:.1%} → {last[x]:.1%}" for x in known]
-            lines.append((", ".join(texts), "bold green"))
+            texts = []
+            for name in sorted(first.keys() & last.keys()):
+                values = (first[name], last[name])
+                if not all(map(is_number, values)):
+                    continue
+                text = "{:.4f} → {:.4f}" if name == "loss" else "{:.1%} → {:.1%}"
+                is_held_out = name in ("accuracy", "loss")
+                what = f"held-out {name}" if is_held_out else as_words(name)
+                texts.append(f"{what} {text.format(*values)}")
+            if texts:
+                lines.append((", ".join(texts), "bold green"))
+        if self.early_stopping:
+            lines.append((self.early_stopping, "yellow"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
         lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
@@ -329,7 +345,10 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     has_ends = isinstance(ends, dict) and set(ends) in (set(), {"first", "last"})
     is_right = {
         "eval": has_ends
-        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in ends.values()),
+        and all(
+            isinstance(x, dict) and x and all(map(is_number, x.values()))
+            for x in ends.values()
+        ),
         "seconds": is_number(seconds) and seconds >= 0,
         "began_from": began is None or (type(began) is int and began >= 0),
     }

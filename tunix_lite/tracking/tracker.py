@@ -42,8 +42,10 @@ class JsonLines:
             try:
                 check_rows(file, resume_at, None)
             except ValueError:
+                # The first copy has what was there; a later one would have less.
                 if not copy.exists():
                     shutil.copyfile(file, copy)
+            # Under another name until it is whole: a kill in between leaves the old file.
             fresh = file.with_suffix(".jsonl.tmp")
             with fresh.open("wb") as half:
                 half.writelines(line + b"\n" for _, line, _ in rows_until(file, resume_at))
@@ -53,6 +55,7 @@ class JsonLines:
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes the row of a step; NaN and infinity become null."""
         row = {"step": step}
+        # In one order, as the file of a seed is the same byte for byte.
         for name, value in sorted(metrics.items()):
             row[name] = (
                 None if isinstance(value, float) and not math.isfinite(value) else value

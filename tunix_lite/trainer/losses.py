@@ -72,6 +72,7 @@ class TokenLoss:
             case "dro":
                 [beta] = self.settings
                 gain_RW = p_RW * A_RW - 0.5 * beta * gap_RW**2
+        # Not a product alone: a weight of 0 times an infinite gain is NaN.
         weighted_RW = jnp.where(counts_RW, batch.streams["weights"] * gain_RW, 0.0)
         return -jnp.sum(weighted_RW), {"logprobs": p_RW}
 

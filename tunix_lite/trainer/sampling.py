@@ -60,6 +60,7 @@ class SampleSettings:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
                 raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
+            # The devices compute in float32, where it would be 0.
             if 0 < value < LEAST_POSITIVE:
                 message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
                 raise ValueError(message)
@@ -220,10 +221,12 @@ class SamplingEngine:
                 if failure := ended.get():
                     raise RuntimeError(f"sampling failed: {failure}")
         except BaseException:
+            # The engine is shared, and nobody else would free their slots.
             for sequence in sequences.values():
                 self._engine.cancel(sequence)
             raise
         finally:
+            # After this call, an update may donate the weights that the engine reads.
             self._engine.wait_until_idle()
         return [
             Sample(p, g, one.tokens, one.full_logprobs, one.logprobs, one.reason)

@@ -147,6 +147,7 @@ class Weights:
             )
         if not len(prompts):
             raise ValueError("there are no prompts to continue")
+        # Two calls without a seed draw other completions.
         self._calls += 1
         engine = self.trainer.engine
         # the base of the trainer, if it is there, which sampling reads as it is
@@ -165,6 +166,7 @@ class Weights:
         Raises ValueError."""
         cfg = self.trainer.cfg
         for i, tokens in enumerate(sequences):
+            # One more, as the last token is scored and not read.
             check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
         data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
         loss = token_loss("cross_entropy", {})
@@ -305,11 +307,13 @@ class TrainingClient(Weights):
             if (rate := numbers.pop("learning_rate")) < 0:
                 raise ValueError(f"learning_rate={learning_rate}; it is 0 or more")
             optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **numbers)
+            # As an array, so that another rate compiles no other program.
             rate = put(np.float32(rate))
         else:
             optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
             # its schedule says the rate
             rate = None
+        # The state of another kind of optimizer has another form.
         if type(optimizer) is not type(self._optimizer):
             raise ValueError(
                 f"this client's optimizer is {type(self._optimizer).__name__}, and these are "
@@ -329,6 +333,7 @@ class TrainingClient(Weights):
         self._step = state.step
         self._params = state.params
         self._opt_state = state.opt_state
+        # By its owner the sampler sees that it has old weights.
         self._owner = object()
 
     @_locked
@@ -402,6 +407,7 @@ class Trainer:
         self.tokenizer = self.found.tokenizer
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
+        # Reentrant, as a caller may hold it, by `on_mesh`, around calls of clients.
         self._lock = threading.RLock()
         # of which there is one at a time
         self.client_of_all_weights: TrainingClient | None = None
@@ -514,6 +520,7 @@ class Trainer:
     def on_mesh(self) -> Iterator[None]:
         """Inside, the trainer's mesh and rules are the current ones, and no other call runs."""
         with self._lock, jax.set_mesh(self.mesh):
+            # Rules are global to the process, and another trainer may have set its own.
             set_rules(self.run.sharding)
             yield
 

@@ -40,6 +40,7 @@ def outcome(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
     except NotANumber as error:
         result = error.kind, str(error)
     except KeyboardInterrupt:
+        # In the process that trains (workers=0) it is the user's Ctrl-C.
         if os.getpid() == mine:
             raise
     except BaseException as error:
@@ -109,6 +110,7 @@ def work(
 def short_repr(value: object) -> str:
     """Shows a value in one line, and not longer than SHOWN."""
     try:
+        # Cut first: the repr of a huge text would take its memory once more.
         text = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace(
             "\n", " "
         )
@@ -130,6 +132,7 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
     try:
         return pickle.loads(message)
     except BaseException as error:
+        # To read it may import a module of the user, which may raise anything.
         _answer(answers, None, "refused", _last_line(error))
         raise
 
@@ -150,6 +153,7 @@ def _last_line(error: BaseException) -> str:
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
+    # What is raised in here has no place in the code of the user.
     if place is None or place.tb_frame.f_code.co_filename == __file__:
         return text
     return f"{text} ({Path(place.tb_frame.f_code.co_filename).name}, line {place.tb_lineno})"

@@ -71,10 +71,12 @@ def ask(function: Callable[..., str], *arguments: object) -> str:
                 if succeeded:
                     return text
                 raise Refused(text)
+            # It may still be busy with this call, so the next one gets a new process.
             close()
             if kind == "timeout":
                 raise Refused(f"takes more than {WAITED:g} seconds")
             how = answer
+            # It would exceed the limit again.
             if how in OVERRUNS:
                 raise Refused(OVERRUNS[how])
     raise Refused(

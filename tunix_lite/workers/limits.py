@@ -49,16 +49,19 @@ def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
     def answer() -> None:
         if sys.platform == "linux":
             pages = int(Path("/proc/self/statm").read_text().split()[0])
+            # The fork has the addresses of its parent, and they count, too.
             most = pages * resource.getpagesize() + CHILD_MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         try:
             result = (True, fn())
         except Exception as error:
+            # Not the error itself, which may not survive pickling.
             result = (False, RuntimeError(f"{type(error).__name__}: {error}"[:1000]))
         writing.send(result)
 
     child = fork.Process(target=answer, daemon=True)
     child.start()
+    # Otherwise the end of the child would not end the pipe.
     writing.close()
     try:
         if not reading.poll(seconds):

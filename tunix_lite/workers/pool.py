@@ -174,6 +174,7 @@ class Pool:
     def close(self) -> None:
         """Ends the workers at once; jobs that are not done are lost."""
         self._ending = True
+        # Before they get their None: a thread that waits for an answer would not take it.
         for worker in self._workers:
             if worker is not None:
                 worker.kill()
@@ -212,6 +213,7 @@ class Pool:
         while True:
             # A share of the jobs, so that no worker idles while another has much before it.
             jobs: list[_Job] = [self._jobs.get()]
+            # Another thread may have taken them meanwhile.
             with suppress(queue.Empty):
                 for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
                     jobs.append(self._jobs.get_nowait())
@@ -222,6 +224,7 @@ class Pool:
                 for job in jobs:
                     job.future.set_result(self._by_name(job.names, job.completion, outcomes))
             except Exception as error:
+                # Answers to this batch may still be in its pipe.
                 self._drop(place)
                 for job in jobs:
                     if not job.future.done():

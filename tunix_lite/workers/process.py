@@ -80,6 +80,7 @@ class WorkerProcess:
         self._arriving = select.poll()
         self._arriving.register(reading, select.POLLIN)
         path = [*map(str, sys.path), *import_path]
+        # Our copies of its ends are closed, or its end would not end the pipes.
         with calls, open(answers, "wb"):
             rest = [path, calls.fileno(), answers, os.getpid(), limits]
             self.process = subprocess.Popen(
@@ -96,8 +97,10 @@ class WorkerProcess:
     def send(self, message: bytes, seconds: float) -> None:
         """Sends pickled calls. A process that does not read a long message in time is killed."""
         timer = threading.Timer(seconds, self.kill)
+        # A short one fits into the pipe, whether or not it is read.
         if len(message) > SURELY_FITS:
             timer.start()
+        # It is gone, and `answer` says how.
         with suppress(OSError):
             self._calls.send_bytes(message)
         timer.cancel()
@@ -106,6 +109,7 @@ class WorkerProcess:
         """Returns the next answer, within so many seconds; it must be about call `number`."""
         began = time.monotonic()
         while not self._lines:
+            # Asked before the pipe is read: what it wrote before its end is then all there.
             is_gone = self.process.poll() is not None
             left = began + seconds - time.monotonic()
             if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):

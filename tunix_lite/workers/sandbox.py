@@ -79,6 +79,7 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
     memory_mib, output_bytes, and disk_mib and processes, which have defaults."""
     job = {"code": code, "test": test, "input": text, "disk_mib": 16, "processes": 8} | limits
     process = subprocess.Popen(
+        # Without Python's variables, and without modules of the current folder.
         [sys.executable, "-I", RUNNER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -112,6 +113,7 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
+    # A reward worker, which starts this, may be killed at any time.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = tempfile.mkdtemp(prefix="tunix-lite-code-")
     try:
@@ -132,6 +134,7 @@ def run(job: dict, folder: str) -> dict:
     output, writes_output = os.pipe()
     # pipe of the code's last words: that it came to its end, or why not
     reports_fd, writes_reports = os.pipe()
+    # No pipe: writing more than it holds would block.
     code_input = os.memfd_create("input")
     os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
     os.lseek(code_input, 0, os.SEEK_SET)
@@ -187,6 +190,7 @@ def run(job: dict, folder: str) -> dict:
 
     # With the first process of a namespace, the kernel ends all in it before it can be waited for.
     os.kill(first, signal.SIGKILL)
+    # Only now: until then, its number could belong to nobody else.
     os.waitpid(first, 0)
     *reports, last = received[reports_fd].decode(errors="replace").split("\n")
     return {
@@ -208,8 +212,10 @@ def _too_much(job: dict, first: int) -> str | None:
             for task in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{task}/children") as file:
                     processes += map(int, file.read().split())
+        # Code that forks without end must not keep this loop going.
         if len(processes) > 10_000:
             break
+    # Beside the first of the namespace, and the code's own.
     if len(processes) > job["processes"] + 2:
         return "processes"
     pages = 0
@@ -249,12 +255,14 @@ def _isolate(folder: str, job: dict) -> list[str]:
 
     # who it is there
     with contextlib.suppress(OSError):
+        # Without it Linux refuses the map of groups to a user without rights.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
 
     # a file system of its own for its folder, which ends with it and cannot fill the disk
     size = f"size={job['disk_mib']}m,mode=700".encode()
+    # What is mounted here must not show outside.
     libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
     if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
         refused = os.strerror(ctypes.get_errno())
@@ -268,12 +276,14 @@ def _become_nobody(folder: str) -> bool:
     """Turns root into a user without rights, if that one can read Python. Returns whether it
     did."""
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
+    # For a moment, to ask as that user.
     os.seteuid(NOBODY)
     can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
     can_read = can_read and os.access(os.path.dirname(folder), os.X_OK, effective_ids=True)
     os.seteuid(0)
     if can_read:
         os.chown(folder, NOBODY, NOBODY)
+        # Groups first: a user without rights could not change them any more.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -303,6 +313,7 @@ def _restrict_writes(folder: str) -> None:
             rule = struct.pack("=Qi", access, opened)
             libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0)
             os.close(opened)
+    # Without it Linux refuses Landlock to a user without rights.
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
@@ -316,6 +327,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     """Runs the code and its test. While the code runs, no frame below it holds the nonce or the
     text of the test, and what runs afterwards was looked up before."""
     code_input, output, reports, secret = pipes
+    # It is written after the forks, so that no frame of this process holds it.
     while not os.fstat(secret).st_size:
         time.sleep(0.001)
     os.dup2(secret, NONCE_FD)
@@ -353,6 +365,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     is_program = job["test"] is None
     steps = [(job["code"], "solution.py"), (job["test"], "test.py")][: 1 if is_program else 2]
     job.clear()
+    # Looked up now, as the code may replace them.
     write = os.write
     read = os.pread
     leave = os._exit
@@ -381,6 +394,7 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     steps.clear()
     names = {"__name__": name}
     run(code, names)
+    # The code may have put its own in their place, and the tests would call them.
     builtins.__dict__.update(builtins_before)
     names["__report__"] = report
     for test in tests:

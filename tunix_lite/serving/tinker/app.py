@@ -150,11 +150,13 @@ class TinkerServer(Face):
 
     def stop(self) -> None:
         super().stop()
+        # A copy, as `_wake` takes names out.
         for name in list(self._ended):
             self._wake(name)
 
     async def _health(self, request: "web.Request") -> tuple[int, dict]:
         try:
+            # A disk that is full shows only where something is written.
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
@@ -266,6 +268,7 @@ class TinkerServer(Face):
         if is_new and not is_next and len(self.store.waiting(session)) >= most:
             message = f"{most} requests of this session wait already"
             raise BadCall(message, code="rate_limit_exceeded")
+        # In one order, as its digest tells a request that is sent once more.
         raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
         self.worker.wake()
@@ -313,6 +316,7 @@ class TinkerServer(Face):
         if row is None:
             raise BadCall(f"there is no request {shown(name)}", code="not_found")
         if row[0] == WAITING and not self.is_stopping:
+            # No `await` since the look, so whoever ends it meanwhile wakes this event.
             event = self._ended.setdefault(name, asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout=_POLL_SECONDS)

@@ -100,6 +100,7 @@ class TinkerBody:
             raise BadCall(
                 f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank"
             )
+        # Our seeds have 32 bits.
         return replace(lora, seed=lora.seed % 2**32)
 
     @property

@@ -135,7 +135,9 @@ class Store:
         """Raises OSError or sqlite3.Error if the folder cannot be written, StoreDamaged."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        # Reentrant, as what is called inside of a transaction takes it, too.
         self._lock = threading.RLock()
+        # Our lock lets threads take turns, and `transaction` says what belongs together.
         how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
         self._db = sqlite3.connect(folder / _JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in _RECORDS}
@@ -144,6 +146,7 @@ class Store:
             for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
                 self._records.setdefault(kind, {})[name] = _record(kind, name, value)
         except BaseException:
+            # While it is open, no other server gets the folder.
             self._db.close()
             raise
 
@@ -190,6 +193,7 @@ class Store:
         value = json.dumps(asdict(record))
         with self._lock:
             query = "INSERT OR REPLACE INTO records (kind, id, value) VALUES (?, ?, ?)"
+            # First the journal: after an error, the memory knows no more than the disk.
             self._rows(query, kind, record.id, value)
             self._records[kind][record.id] = record
 
@@ -219,6 +223,7 @@ class Store:
             query = f"INSERT OR IGNORE INTO requests {columns} VALUES (?, ?, ?, ?, ?, ?)"
             self._rows(query, f"{owner}:{seq}", owner, seq, kind, body, digest)
             [request] = self._requests("owner = ? AND seq = ?", owner, seq)
+            # Of the one that came first: its body may be forgotten by now, its digest stays.
             [(first,)] = self._rows("SELECT digest FROM requests WHERE id = ?", request.id)
         if first != digest:
             other = " with other data" if request.kind == kind else f", not {kind}"
@@ -228,6 +233,7 @@ class Store:
     def waiting(self, session: str = "") -> list[TinkerRequest]:
         """All that have no result, of one session or of all, in the order in which they came."""
         where = f"state = {WAITING} AND owner LIKE ? ORDER BY arrival"
+        # Sessions are hex digits, so nothing in them is a wildcard.
         return self._requests(where, f"{session}:%" if session else "%")
 
     def gradients_after(self, owner: str, seq: int) -> list[TinkerRequest]:
@@ -274,12 +280,15 @@ class Store:
         """Lets `save` write a file, which gets its name once it is complete; returns its path.
         Raises ValueError."""
         final = self.folder / room / name.replace(":", "_")
+        # No name that a client gives leads out of the folder.
         if (self.folder / room).resolve() not in final.resolve().parents:
             raise ValueError(f"{name!r} is no name for a file")
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = final.with_name(f".{final.name}.new")
+        # A server that was killed may have left it.
         self.delete(draft)
         save(draft)
+        # A folder cannot take the place of another that is not empty.
         self.delete(final)
         os.replace(draft, final)
         return final.relative_to(self.folder).as_posix()
@@ -320,6 +329,7 @@ def disk_trouble(error: BaseException | None) -> str | None:
         is_of_disk = isinstance(error, OSError) and error.errno in _DISK
         if is_of_disk or isinstance(error, sqlite3.Error):
             return str(error)
+        # Some libraries raise it without a number.
         if "No space left on device" in str(error):
             return "no space left on the device"
         error = error.__cause__ or error.__context__

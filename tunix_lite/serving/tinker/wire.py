@@ -44,6 +44,7 @@ def _classes() -> dict[str, type[Message]]:
         for number, word in enumerate(text.split(), start=1):
             # the numbers of fields are their places in the text
             name, kind = word.split(":")
+            # 3 is LABEL_REPEATED, and 1 LABEL_OPTIONAL.
             field = added.field.add(name=name, number=number, label=3 if kind[0] == "*" else 1)
             kind = kind.removeprefix("*")
             if kind in MESSAGES:
@@ -123,6 +124,7 @@ def write_forward_backward(logprobs: list[list[float]], metrics: dict[str, float
     result.rows.count = len(logprobs)
     column = result.rows.columns.add(name="logprobs").column
     column.dtype = FLOAT32
+    # numpy joins at least one array.
     column.values = np.concatenate([np.zeros(0), *logprobs]).astype("<f4").tobytes()
     # one array of all rows, and the bytes where each of them ends
     ends = np.cumsum([0, *(4 * len(row) for row in logprobs)])

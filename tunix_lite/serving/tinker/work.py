@@ -157,6 +157,7 @@ class Worker:
         self._is_closing = False
         self._turns: dict[str, int] = {}
         self._current: list[TinkerRequest] = []
+        # A server that was killed may not have come to it.
         for session in store.all("session"):
             if session.is_finished:
                 self.give_up(session.id)
@@ -176,6 +177,7 @@ class Worker:
         result = _as_json(error="the session has ended", category="user")
         with self._lock:
             for request in self.store.waiting(session):
+                # What is under way cannot be ended, and gets a result of its own.
                 if request not in self._current:
                     self.store.end(request, FAILED, result)
                     self.on_end(request.id)
@@ -218,6 +220,7 @@ class Worker:
     def _wait_for_turn(self) -> bool:
         """Waits until there is something to do; False: until the server closes."""
         with self._lock:
+            # Under the lock, so that `give_up` knows what is under way.
             while not self._is_closing and not self._current:
                 waiting = self.store.waiting()
                 models = {model.id: model.next_seq for model in self.store.all("model")}
@@ -241,6 +244,7 @@ class Worker:
             result, made = self._do(request, model, body)
             if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
                 files.add(old.file)
+            # Together: whenever a server is killed, the request was done or it was not.
             with self.store.transaction():
                 model.next_seq = request.seq + 1
                 self.store.put(model)
@@ -248,6 +252,8 @@ class Worker:
                     self.store.put(made)
                 self.store.end(request, DONE, result)
                 self.store.forget_bodies(model.id, model.saved_seq)
+            # What a client saves by name outlives a loss of power, too, which the write-ahead
+            # log alone does not promise.
             if isinstance(made, Checkpoint):
                 self.store.settle()
             # What they are replaced by stands in the journal.
@@ -311,6 +317,7 @@ class Worker:
 
     def _save(self, model: Model, seq: int) -> None:
         save = partial(self.live.client(model).save, optimizer=True)
+        # A file of its own for each step: until the journal names it, the one before is the truth.
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
         model.has_failed = False
@@ -333,6 +340,7 @@ class Worker:
             and self.store.get("checkpoint", path) is not None
         ):
             raise ValueError(f"{path} exists; overwrite=True replaces it")
+        # A file of its own for each request, as above.
         name = f"{model.id}/{folder}/{body.path}.{request.seq}"
         file = self.store.write("checkpoints", name, save)
         kind = "training" if is_training else "sampler"

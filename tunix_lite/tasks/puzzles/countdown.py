@@ -68,6 +68,7 @@ class Countdown(GeneratedSource):
         while len(parts) > 1:
             first = parts.pop(int(rng.integers(len(parts))))
             second = parts.pop(int(rng.integers(len(parts))))
+            # The larger one first: no difference is negative, and a quotient may be whole.
             if first[1] < second[1]:
                 first, second = second, first
             signs = ["+", "-", "*"]

@@ -1,0 +1,200 @@
+"""Plain text to learn from, every token of it: rows that hold as many tokens as fit, for training
+from scratch and for adapting a model to a domain."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.tasks.processes import shared_errors
+from tunix_lite.tasks.sources import SPLITS, digest, digest_of_data
+from tunix_lite.tasks.task import Task, TaskConfig, TaskLengthsConfig
+from tunix_lite.tasks.token_files import TokenFiles, TokenRows
+
+ATTENTION = ("documents", "across")
+CACHE = "~/.cache/tunix_lite/text"
+unset = partial(dataclasses.field, init=False)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The rows of text files, as a source. Example: source.train[0] is {"row": 0, "split": ...}."""
+
+    config: "TextTaskConfig"
+    tokenizer: Tokenizer | None = None
+
+    @cached_property
+    def files(self) -> list[TokenFiles]:
+        """The files of training and, where they have files of their own, of held-out rows."""
+        config = self.config
+        if self.tokenizer is None:
+            raise ValueError(
+                "task=text has rows of tokens to learn from, and no prompts to answer; "
+                "a run with algorithm=sft reads them"
+            )
+        return [
+            TokenFiles(
+                pattern,
+                self.tokenizer,
+                Path(CACHE if config.cache == "auto" else config.cache).expanduser(),
+                config.field,
+                config.separator,
+                config.special_tokens_in_data,
+                config.held_out_every if config.held_out is None else 0,
+                (jax.process_index(), jax.process_count()),
+            )
+            for pattern in (config.train, config.held_out)
+            if pattern is not None
+        ]
+
+    @cached_property
+    def train(self) -> TokenRows:
+        """The rows to train on. Raises ValueError for a malformed document."""
+        return self.files[0].rows("train", self.config.row_tokens)
+
+    @cached_property
+    def held_out(self) -> TokenRows:
+        """The rows that are held out: of files of their own, or of some documents of `train`."""
+        split = "held_out" if self.config.held_out is None else "train"
+        return self.files[-1].rows(split, self.config.row_tokens)
+
+    def doing(self, seconds: float) -> str:
+        """What is done while tokens are made, for people."""
+        made = sum(files.num_made for files in self.files)
+        return f"tokenising text: {made} of {sum(len(f.parts) for f in self.files)} parts are there"
+
+
+@dataclass(frozen=True)
+class TextTaskConfig(TaskConfig):
+    """A task of plain text: files of documents, joined with the end token and cut into full rows.
+    Example: algorithm=sft task=text task.train='corpus/*.jsonl' task.row_tokens=1024"""
+
+    # made of the settings below, once the tokenizer is there
+    source: Any = unset(default=None, compare=False, repr=False)
+    # what other tasks have, and rows of text do not
+    prompt: str | None = unset(default=None)
+    rewards: dict = unset(default_factory=dict)
+    correct: Callable | None = unset(default=None)
+    extract: Callable | None = unset(default=None)
+    system: str | None = unset(default=None)
+    learned_turns: str = unset(default="last")
+    environment: Callable | None = unset(default=None)
+    lengths: TaskLengthsConfig | None = unset(default=None)
+    # Text files to train on: a path, or a pattern such as 'corpus/*.jsonl'. Names end with .jsonl,
+    # .txt or .parquet.
+    train: str | None = None
+    # Files to evaluate with, in the same way. null holds out documents of `train`.
+    held_out: str | None = None
+    # One document in so many is held out where `held_out` is null. 0 holds out none.
+    held_out_every: int = 100
+    # Field of a row of .jsonl or .parquet that is the text.
+    field: str = "text"
+    # Text between two documents of a .txt file, such as "\n\n". null takes a file as one document.
+    separator: str | None = None
+    # Tokens of a row.
+    row_tokens: int = 1024
+    # What a token sees: documents (those before it of its own document), or across (all before it
+    # in the row).
+    attention: str = "documents"
+    # Folder that keeps the tokens of the files, the same on all hosts. auto takes
+    # ~/.cache/tunix_lite/text.
+    cache: str = "auto"
+
+    packs_rows = True
+
+    def __post_init__(self):
+        if self.train is None:
+            raise ValueError("train is missing: give task.train=FILE, or a pattern")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}")
+        if self.row_tokens < 2:
+            raise ValueError(f"row_tokens={self.row_tokens} must be at least 2")
+        if self.held_out_every < 0 or self.held_out_every == 1:
+            raise ValueError(
+                f"held_out_every={self.held_out_every} is 0, or 2 or more: 1 leaves nothing to "
+                "train on"
+            )
+        text = self.separator
+        ends = [] if text is None else [text[i:] for i in range(1, len(text))]
+        if any(text.startswith(end) for end in ends) and text != text[0] * len(text):
+            raise ValueError(
+                f"separator={text!r} ends as it begins, so two places could be meant; choose "
+                "another"
+            )
+        if text == "":
+            raise ValueError("separator is empty; null takes a file as one document")
+        object.__setattr__(self, "source", TextSource(self))
+
+    def task(self, tokenizer: Tokenizer, *arguments: Any, **settings: Any) -> "TextTask":
+        """Its task, and settings whose source has rows of tokens."""
+        made = copy.copy(self)
+        object.__setattr__(made, "source", TextSource(self, tokenizer))
+        return TextTask(made, tokenizer, *arguments, **settings)
+
+    def functions(self) -> dict[str, Callable]:
+        """Returns none: no completions are graded."""
+        return {}
+
+    def check_algorithm(self, needs_demonstrations: bool) -> None:
+        """See TaskConfig."""
+        if not needs_demonstrations:
+            raise ValueError("rows of text have no prompts to sample from; set algorithm=sft")
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """A task whose examples are rows of tokens.
+    Example: task.demonstrations([{"row": 0, "split": "train"}]) -> its tokens and masks."""
+
+    def describe(self) -> str:
+        """What there is to train on, for people. Raises ValueError if there is nothing."""
+        train, held_out = (getattr(self.config.source, split) for split in SPLITS)
+        if not len(train):
+            raise ValueError(f"{self.config.train} has no text to train on")
+        return (
+            f"{train.num_tokens:,} tokens of {train.num_documents:,} documents in {len(train):,} "
+            f"rows of {train.width:,}; held out: {len(held_out):,} rows"
+        )
+
+    @shared_errors()
+    def segments(self, examples: list[dict]) -> np.ndarray:
+        """See Task. With task.attention=across a row is one document."""
+        shape = (len(examples), self.max_prompt_length + self.max_new_tokens)
+        segments_BT = np.zeros(shape, np.int32)
+        for i, example in enumerate(examples):
+            row = getattr(self.config.source, example["split"]).segment_ids(example["row"])
+            segments_BT[i, : len(row)] = 1 if self.config.attention == "across" else row
+        return segments_BT
+
+    @shared_errors()
+    def demonstrations(
+        self, examples: list[dict], name: str = "completion"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See Task: every token is learned that another of its document predicts. Tokens of rows
+        that are on devices of other processes are not read; they are padding here."""
+        if name != "completion":
+            raise ValueError(f"rows of text have no `{name}`; task=text is for algorithm=sft")
+        segments_BT = self.segments(examples)
+        tokens_BT = np.full(segments_BT.shape, self.tokenizer.pad_id, np.int32)
+        own_rows = self.processes.own_rows
+        is_own = np.ones(len(examples), bool) if own_rows is None else own_rows(len(examples))
+        for i in np.flatnonzero(is_own):
+            rows = getattr(self.config.source, examples[i]["split"])
+            row = rows.tokens(examples[i]["row"])
+            tokens_BT[i, : len(row)] = row
+        token_mask_BT = segments_BT > 0
+        learned_BT = token_mask_BT.copy()
+        learned_BT[:, 0] = False
+        learned_BT[:, 1:] &= segments_BT[:, 1:] == segments_BT[:, :-1]
+        return tokens_BT, token_mask_BT, learned_BT
+
+    def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
+        """See Task."""
+        return digest([digest_of_data(self.config.source, splits), examples])
