@@ -18,9 +18,6 @@ from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
-LAYOUTS = ("none", "sequences", "prefix")
-MESHES = ((1, 4), (2, 2), (4, 1))
-
 
 def layout_of(name: str, fsdp: int = 1) -> RowLayout:
     """For `groups`, in columns and rows that four devices divide."""

@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
-from tunix_lite.learner import update as learner_update
 from tunix_lite.models import attention, decoder, layer_by_layer, rope
 from tunix_lite.models.activations import ACTIVATIONS, gated
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora, Weight, for_compute, is_weight, project
-from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import put
-from tunix_lite.planning import programs as planned_programs
-from tunix_lite.settings.compose import compose
-from tunix_lite.settings.resolved_parts import abstract
-from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 
 @pytest.mark.parametrize(("R", "I", "O"), [(12, 3, 8), (12, 8, 3), (1, 3, 12)])
@@ -89,20 +83,6 @@ def test_save_all_copies_nothing_that_it_keeps(cfg):
     gradient, params = jax.jit(jax.grad(loss), static_argnums=1), random_params(cfg)
     save_all, none = (gradient.lower(params, remat).compile().as_text() for remat in ("save_all", "none"))
     assert " reduce-precision(" in none and " reduce-precision(" not in save_all
-
-
-def test_the_setting_reaches_the_compiler_of_an_update(monkeypatch):
-    seen = []
-    monkeypatch.setattr(learner_update, "options_of_mesh", seen.append)
-    small = ["model=random", "training.prompts_per_step=1", "algorithm.num_generations=2", "training.packing=none"]
-    loops = []
-    set_mesh(1, 1)
-    for more in (["training.scan_layers=false"], []):
-        run = compose([*small, *more])
-        case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
-        text = planned_programs.lowered(case, abstract(case))["update"]().as_text()
-        loops.append(text.count("stablehlo.while"))
-    assert seen == [update_options(scan_layers=False), {}] and loops[1] == loops[0] + 2
 
 
 # ---- the activation of a gated feed-forward, against numpy in float64

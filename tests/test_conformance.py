@@ -53,8 +53,8 @@ def test_values_and_gradients_by_hand():
     # the sequence's ratio of the second is sqrt 2, above its bound, and A < 0 keeps the gradient
     gspo = formulas.objective(formulas.less_group_mean, formulas.clipped(0.2, 0.28, formulas.ratio_of_completions))
     np.testing.assert_allclose(value_and_gradient(gspo, fixture)[1][1], [2**0.5 / 4] * 2, rtol=1e-12)
-    # k3 of d = -log 2: 1/2 + log 2 - 1, with the slope 1 - 1/2; k1's slope is 1 whatever d is
-    for kl, slope in ((formulas.kl_k3, 0.5), (formulas.kl_k1, 1.0), (formulas.kl_k2, log2)):
+    # k3 of d = -log 2: 1/2 + log 2 - 1, with the slope 1 - 1/2
+    for kl, slope in ((formulas.kl_k3, 0.5), (formulas.kl_k2, log2)):
         penalty = formulas.objective(formulas.less_group_mean, lambda t: 0 * t.lp, kl=kl, kl_coef=1.0)
         assert value_and_gradient(penalty, fixture)[1][0, 0] == pytest.approx(slope / 4)
     # DPO: the margin is (log 2 + log 1e8) - log 2, the slope beta sigmoid(-beta margin) each way
@@ -91,13 +91,13 @@ def test_every_reference_is_finite_and_moves_with_its_log_probabilities():
     for name, variant in VARIANTS.items():
         moves = False
         for fixture in FIXTURES.values():
-            if variant.binary and not fixture.is_binary:
+            if variant.loss is None or (variant.binary and not fixture.is_binary):
                 continue
             value, gradient = value_and_gradient(variant.loss, fixture)
             assert np.isfinite(value) and np.isfinite(gradient).all(), (name, fixture.name)
             assert not gradient[~fixture.counted].any(), (name, fixture.name)
             moves |= bool(gradient.any())
-        assert moves, name
+        assert moves or variant.loss is None, name
 
 
 # ---- ours

@@ -1,6 +1,5 @@
 """The fused kernel of decoding against plain products, and against float64 sums by hand."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -104,27 +103,3 @@ def test_decoding_with_the_fused_kernel_equals_plain_products(cfg):
 def test_each_device_decodes_its_own_slots_and_heads():
     on_mesh(2, 2)
     assert_same(GEMMA3, LENGTHS)
-
-
-def test_the_kernel_equals_a_softmax_in_float64_over_what_the_window_holds():
-    """One sequence whose newest token is at position 9 in a ring of 4: it sees 6, 7, 8 and itself, without norms, with
-    the identity as rotation; a cap of 5."""
-    on_mesh(1, 1)
-    cfg = replace(GEMMA2, window=4, num_heads=4, head_dim=32, num_kv_heads=2)
-    rng = np.random.default_rng(1)
-    q_BNH, k_BKH, v_BKH = (rng.normal(size=(1, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
-    old_k, old_v = (rng.normal(size=(1, 2, 4, 32)).astype(np.float32) for _ in range(2))
-    angles = (jnp.zeros((1, 16)), jnp.ones((1, 16)))
-
-    attend = jax.jit(partial(fused_attend, cfg, interpret=True))
-    out, new_k, new_v = attend(q_BNH, k_BKH, v_BKH, (), angles, jnp.array([9]), old_k, old_v)
-
-    # Position 9 goes to column 1, in which position 5 was; positions 6, 7 and 8 are in columns 2, 3 and 0.
-    for new, old, token in ((new_k, old_k, k_BKH), (new_v, old_v, v_BKH)):
-        np.testing.assert_array_equal(new[:, :, 1], token)
-        np.testing.assert_array_equal(new[:, :, [0, 2, 3]], old[:, :, [0, 2, 3]])
-    for head in range(4):
-        keys, values = (np.float64(np.asarray(x)[0, head // 2]) for x in (new_k, new_v))
-        scores = 5 * np.tanh(keys @ np.float64(q_BNH[0, head]) / 32**0.5 / 5)
-        probs = np.exp(scores) / np.exp(scores).sum()
-        np.testing.assert_allclose(out[0, head], probs @ values, atol=1e-5)

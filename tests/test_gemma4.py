@@ -11,7 +11,6 @@ import test_overlap
 from conftest import NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 from model_checks import (
-    MESHES,
     check_gradients,
     check_sampled,
     groups,
@@ -196,6 +195,7 @@ def test_shared_prompts_are_alone(params, alone, exact):
     check_gradients(grads, exact[1], 1e-9)
 
 
+@pytest.mark.wide
 def test_packed_is_alone_layer_after_layer_in_float32(params, alone, exact):
     how = {"scan_layers": False, "remat": "save_qkv_out"}
     logprobs, grads = losses(params, groups(), layout_of("sequences"), jnp.float32, CFG, **how)
@@ -244,6 +244,7 @@ def test_gradients_are_the_slopes_of_the_formulas(params, exact):
     check_slopes(params, exact[1])
 
 
+@pytest.mark.wide
 def test_gradients_that_stop_at_the_readers_are_seen(params, monkeypatch):
     """The test above fails where the layers that read keys and values do not pass gradients on to their source."""
     one_layer = decoder._one_layer
@@ -266,21 +267,9 @@ def on_mesh(params: dict) -> dict:
     return jax.tree.map(jax.device_put, in_float32(params), weights.shardings(decoder.weights(CFG)))
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_changes_nothing_and_samples_what_the_formulas_score(params, exact, mesh):
-    set_mesh(*mesh)
-    logprobs, grads = losses(on_mesh(params), groups(), layout_of("prefix", mesh[0]), jnp.float32, CFG)
-    np.testing.assert_allclose(logprobs, exact[0], atol=1e-5)
-    check_gradients(grads, exact[1], 2e-4)
-    rollout = sampled(CFG, on_mesh(params), 16, (3, 5, 7, 11), generations=4)
-    check_sampled(rollout, by_formulas(params, rollout.tokens, rollout.token_mask))
-
-
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
-def test_rows_of_the_inputs_are_looked_up_and_their_table_is_never_gathered(mesh):
+def test_rows_of_the_inputs_are_looked_up_and_their_table_is_never_gathered():
     """Neither forward nor backward: what crosses the mesh are the rows of the tokens."""
-    mesh = set_mesh(*mesh)
+    mesh = set_mesh(2, 2)
     cfg = replace(CFG, vocab_size=4096)
     table = decoder.weights(cfg)["per_layer"]
     rows = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -299,9 +288,8 @@ def test_rows_of_the_inputs_are_looked_up_and_their_table_is_never_gathered(mesh
 # ---- sampling
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_what_is_sampled_is_what_the_formulas_score(params, slots):
-    rollout = sampled(CFG, in_float32(params), slots, (3, 5, 7, 11))
+def test_what_is_sampled_is_what_the_formulas_score(params):
+    rollout = sampled(CFG, in_float32(params), 3, (3, 5, 7, 11))
     check_sampled(rollout, by_formulas(params, rollout.tokens, rollout.token_mask))
 
 
@@ -354,7 +342,7 @@ def test_readers_have_no_cache_and_a_slot_is_what_the_note_counts():
 # ---- files
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_wrapped", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     """As it is published, too: names with a prefix, towers, and weights that no layer reads."""
     set_mesh(2, 2)
@@ -401,23 +389,15 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
     [
         ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: each of them needs a layer of its kind before them"),
-        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7: each of them needs a layer of its kind before them"),
         ({"vocab_size_per_layer_input": 40}, "vocab_size_per_layer_input=40 is not vocab_size=48"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4}, "layer_types: the last layer must be full_att"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same for each layer with"),
         (
             {"per_layer_config": {i: {"sliding_window": 16} for i in ("1", "4", "7")}},
             "per_layer_config.1: 'sliding_window' is not supported",
         ),
-        ({"per_layer_config": {"1": 5}}, "per_layer_config=5; it is an object"),
-        ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
         ({"num_global_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_global_key_value_heads=3"),
-        ({"intermediate_size": -1}, "intermediate_size=-1 must be above 0"),
-        ({"sliding_window": None}, "layer_types=.*, and sliding_window is not given"),
-        ({"layer_types": 8}, "layer_types must hold 8 entries, each sliding_attention or full_attention"),
-        ({"layer_types": {}}, "layer_types must hold 8 entries"),
         ({"layer_types": [["full_attention"]] * 8}, "layer_types must hold 8 entries"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 5}},

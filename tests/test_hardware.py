@@ -20,7 +20,6 @@ NAMES = [  # as typed, hardware, devices
     ("v4-8", "v4", 4),  # cores, two in a device
     ("v5p-64", "v5p", 32),
     ("tpu7x-2", "tpu7x", 2),
-    ("tpu7x-16", "tpu7x", 16),  # cores, one in a device
 ]
 
 
@@ -34,14 +33,10 @@ def test_names_say_how_many_devices_of_what(text, name, count):
     "text, right",
     [
         ("h10x8", "h100x8"),
-        ("v5-16", "v5e-16"),
         ("8xh100", "h100x8"),
         ("", "h100x8"),
-        ("h100-8", "h100x8"),
-        ("h100x0", "h100x1"),
         ("h100x12", "h100x8 or h100x16"),
         ("v5e", "v5e-1"),
-        ("v5e-0", "v5e-1"),
         ("v5e-12", "v5e-8"),
         ("v4-4", "v4-8"),
     ],

@@ -151,7 +151,6 @@ def test_several_flags_become_one_line_and_what_has_none_is_explained():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--learning_rate", "1e-5"], "optimizer.learning_rate=1e-5"),
         (["model=org/name"], "did you mean model.weights=org/name"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "write optimizer.learning_rate=1"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "+seed.x=1"], "seed"),

@@ -49,12 +49,6 @@ def test_tokens_are_counted_without_comments_docstrings_and_layout(one):
     assert house.tokens_per_line([one]) == pytest.approx(sum(tokens.values()) / 13)
 
 
-def test_statements_and_locals_are_counted_at_any_depth(one):
-    shown = house.definition(one, "shown")
-    assert house.statements(shown) == 6, "three assignments, a def and two returns"
-    assert house.local_names(shown) == {"first", "second", "one", "two", "text", "each", "kept"}
-
-
 WORLD = {
     "run_training.py": "from tunix_lite.commands import train\n",
     "conf/task.yaml": "rewards: {fn: tunix_lite.rewards.mine}\n",

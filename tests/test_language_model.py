@@ -309,7 +309,6 @@ def test_chat_remembers_what_was_said(monkeypatch, capsys):
         ("generate", ["out=a"], "error: give prompt='...' or prompts=FILE, one of the two"),
         ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
         ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
-        ("export", [], "error: give checkpoint=RUN, or out=FOLDER"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):

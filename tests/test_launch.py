@@ -272,12 +272,6 @@ def test_without_a_file_it_trains():
     assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
 
 
-def test_a_sweep_is_not_started_again(tmp_path):
-    code, _, err = Launched(tmp_path, "\nsys.exit(1)", words=("--multirun",), max_restarts=2).end()
-    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all again\n"
-    assert code == 1 and said in err
-
-
 def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_path):
     join.tell_launcher(LaunchConfig(max_restarts=2), {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0")})
     assert json.loads((tmp_path / "p0.settings").read_text()) == {"stall_timeout": 1800, "max_restarts": 2}

@@ -200,7 +200,6 @@ OF_A_PEER = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by 
         (behind(RunFailed("step 4: a bad row"), SharedError("a bad row")), True, True),
         (FileNotFoundError(2, "No such file or directory", "/data/of/a/reward.txt"), True, False),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False, False),
-        (MemoryError(), False, False),
         (OSError(28, "No space left on device", "RUN/metrics.jsonl"), False, False),
         (RuntimeError(OF_A_PEER), False, False),
         (KeyboardInterrupt(), False, False),

@@ -236,7 +236,9 @@ def test_the_plan_counts_the_state_as_it_lies_on_a_mesh(name):
             assert counted == moments * MemoryEstimate(resolved).resident()["parameters"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["adafactor", "muon", *(pytest.param(name, marks=pytest.mark.wide) for name in ("default", "lion", "sgd"))]
+)
 def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")), jax.devices()[:4]))
     cfg = compose([f"optimizer={name}", "optimizer.learning_rate=1e-3"]).optimizer

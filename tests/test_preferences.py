@@ -93,45 +93,6 @@ def test_pairs_are_learned_from_log_2_on(tmp_path):
     assert last["train/dpo_loss"] < 0.5 and last["train/pair_accuracy"] == pytest.approx(1)
 
 
-def test_the_gradient_of_pairs_is_that_of_the_loss_of_pairs(cfg, params):
-    """Against automatic differentiation of the paper's formula, whose margins cross the rows of a batch."""
-    rng = np.random.default_rng(3)
-    tokens = rng.integers(4, 32, (6, 9)).astype(np.int32)
-    token_mask = np.arange(9) < np.array([9, 5, 7, 8, 4, 9])[:, None]
-    completion_mask = token_mask & (np.arange(9) >= 3)
-    reference = random_params(cfg, seed=7, scale=0.29)
-    task = SimpleNamespace(
-        long_prompts="error",
-        demonstrations=lambda examples, name: tuple(
-            x[[("a", "b").index(e[name]) + 2 * e["row"] for e in examples]]
-            for x in (tokens, token_mask, completion_mask)
-        ),
-    )
-    examples = [{"row": i, "chosen": "a", "rejected": "b"} for i in range(3)]
-    algorithm = DPO(beta=0.5)
-    policy = make_policy(cfg, None, temperature=1.0, reference=reference)
-    batch, _, graded = algorithm.collect(policy, task, params, examples, None)
-    assert graded is None
-    np.testing.assert_array_equal(batch.tokens, tokens)
-
-    def by_the_formula(params):
-        of = partial(token_logprobs, tokens_BT=jnp.asarray(tokens), token_mask_BT=jnp.asarray(token_mask), cfg=cfg)
-        gap = jnp.where(completion_mask, of(params) - of(reference), 0).sum(axis=1)
-        return -jnp.mean(jax.nn.log_sigmoid(0.5 * (gap[0::2] - gap[1::2])))
-
-    rows, _ = RowLayout().lay_out(batch)
-
-    def by_the_batch(params):
-        loss, metrics = algorithm.loss(policy.scores(params, rows), rows)
-        return loss, metrics
-
-    expected, slopes = jax.jit(jax.value_and_grad(by_the_formula))(params)
-    (loss, metrics), found = jax.jit(jax.value_and_grad(by_the_batch, has_aux=True))(params)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(metrics["train/dpo_loss"], expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-6), found, slopes)
-
-
 # ---- a teacher
 
 
@@ -222,12 +183,9 @@ def test_a_list_of_the_teacher_leaves_tokens_out(below):
     ("make", "message"),
     [
         (lambda: DPO(pairs="file"), "pairs='file'; it is data or sampled"),
-        (lambda: DPO(beta=0.0), "beta=0.0 must be above 0"),
         (lambda: DPO(num_generations=4), "an example has 2 completions"),
-        (lambda: DPO(pairs="sampled", num_generations=1), "a pair takes at least 2"),
         (lambda: Distill(), "algorithm.teacher.weights=FOLDER"),
         (lambda: Distill(**TEACHER, num_generations=1, reward_coef=0.5), "at least 2: rewards are compared"),
-        (lambda: Distill(**TEACHER, teacher_coef=0.0), "teacher_coef=0.0 must be above 0"),
         (lambda: TeacherConfig("random"), "a teacher needs trained weights"),
         (lambda: TeacherConfig("bundled", storage="int4"), "storage='int4'; it is fp32, bf16, int8, nf4"),
     ],

@@ -29,6 +29,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.wide  # .ci/run runs examples/notebook.py
 def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
     """One step of few prompts stands for sixty."""
     monkeypatch.chdir(tmp_path)

@@ -12,22 +12,18 @@ import pytest
 import test_overlap
 from conftest import NEW, PROMPT, logits_of, ragged_prompts, random_params, set_mesh
 from model_checks import (
-    LAYOUTS,
-    MESHES,
     check_gradients,
     check_sampled,
     groups,
     layout_of,
     losses,
     publish,
-    random_adapters,
     sampled,
     write_model,
 )
 
-from tunix_lite.basics.types import Batch
-from tunix_lite.learner.policy import batch_scores, token_logprobs
-from tunix_lite.models import attention, decoder, gated_delta_net, hf, peft, weights
+from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.models import attention, decoder, gated_delta_net, hf, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.families import QWEN3_5, config_json, read_config
 from tunix_lite.models.gated_delta_net import DeltaState
@@ -217,24 +213,17 @@ def test_chunks_then_single_tokens_go_on_from_each_other(hidden):
         np.testing.assert_allclose(got[row], by_token(x[row], w)[: lengths[row]], atol=1e-12)
 
 
-@pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_the_gradient_is_the_slope_of_the_loop(is_shared):
+def test_the_gradient_is_the_slope_of_the_loop():
     """Along a drawn direction of weights and hidden states, by central differences in float64."""
     rng, w = np.random.default_rng(6), layer_weights()
-    meta, places = lanes() if is_shared else (in_rows(EDGES[0]), [])
+    meta, ends = in_rows(EDGES[0]), np.cumsum(EDGES[0])
     x, weight = rng.normal(0, 1, (2, 1, meta.segments.shape[1], CFG.embed_dim))
     ways = jax.tree.map(lambda v: rng.normal(0, 1, v.shape), (x, w))
 
     def loss_of_loop(x, w):
-        if not is_shared:
-            ends = np.cumsum(EDGES[0])
-            return sum(np.sum(by_token(x[0, end - n : end], w) * weight[0, end - n : end])
-                       for n, end in zip(EDGES[0], ends))  # fmt: skip
-        total = {prompt.stop: np.sum(by_token(x[0, prompt], w) * weight[0, prompt]) for prompt, _ in places}
-        for prompt, here in places:
-            whole = by_token(np.concatenate([x[0, prompt], x[0, here]]), w)
-            total[here.start] = np.sum(whole[prompt.stop - prompt.start :] * weight[0, here])
-        return sum(total.values())
+        return sum(
+            np.sum(by_token(x[0, end - n : end], w) * weight[0, end - n : end]) for n, end in zip(EDGES[0], ends)
+        )
 
     def along(step):
         return jax.tree.map(lambda v, way: v + step * way, (x, w), ways)
@@ -343,47 +332,28 @@ def alone():
         return np.where(batch.loss_weight > 0, logprobs, 0), jax.tree.map(lambda *grads: sum(grads), *each)
 
 
-WIDE = pytest.mark.wide
-
-
-@pytest.mark.parametrize(
-    "mesh, name",
-    [
-        *[((1, 1), "sequences"), ((1, 1), "prefix")],
-        *(pytest.param(mesh, name, marks=WIDE) for mesh in MESHES for name in LAYOUTS),
-    ],
-)
-def test_packed_is_alone_to_the_digits_of_float64(alone, mesh, name):
-    set_mesh(*mesh)
+# test_every_family.py has the other meshes, packings and slots.
+def test_packed_is_alone_to_the_digits_of_float64(alone):
     with jax.enable_x64(True):
-        logprobs, grads = losses(random_params(CFG), groups(), layout_of(name, mesh[0]), jnp.float64, CFG)
+        logprobs, grads = losses(random_params(CFG), groups(), layout_of("sequences"), jnp.float64, CFG)
         np.testing.assert_allclose(logprobs, alone[0], atol=1e-9)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
 
-@pytest.mark.parametrize("mesh, name, scan_layers", [((1, 1), "none", False), ((2, 2), "prefix", True)])
-def test_a_mesh_and_layer_after_layer_change_nothing_in_float32(alone, mesh, name, scan_layers):
-    set_mesh(*mesh)
-    layout = layout_of(name, mesh[0])
-    logprobs, grads = losses(random_params(CFG), groups(), layout, jnp.float32, CFG, scan_layers=scan_layers)
+def test_a_mesh_and_layer_after_layer_change_nothing_in_float32(alone):
+    set_mesh(2, 2)
+    layout = layout_of("prefix", fsdp=2)
+    logprobs, grads = losses(random_params(CFG), groups(), layout, jnp.float32, CFG, scan_layers=False)
     np.testing.assert_allclose(logprobs, alone[0], atol=1e-5)
     check_gradients(grads, alone[1], 2e-4)
 
 
-PRODUCTS = [pytest.param(mesh, slots, LAYOUTS, marks=WIDE) for mesh in MESHES for slots in (1, 3, 16)]
-
-
-@pytest.mark.parametrize("mesh, slots, layouts", [((1, 1), 3, ["none"]), ((2, 2), 16, ["none"]), *PRODUCTS])
-def test_what_is_sampled_is_what_is_scored(mesh, slots, layouts):
-    """In every packing."""
+@pytest.mark.parametrize("mesh, slots", [pytest.param((1, 1), 3, marks=pytest.mark.wide), ((2, 2), 16)])
+def test_what_is_sampled_is_what_is_scored(mesh, slots):
     set_mesh(*mesh)
     params = random_params(CFG)
     rollout = sampled(CFG, params, slots)
-    batch = Batch(rollout.tokens, rollout.token_mask, rollout.completion_mask.astype(np.float32))
-    for name in layouts:
-        rows, packed = layout_of(name, mesh[0]).lay_out(batch)
-        scores = jax.jit(partial(batch_scores, cfg=CFG, temperature=1.0, dtype=jnp.float32))(params, rows)
-        check_sampled(rollout, packed.back(scores.logprobs))
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=CFG))(params, rollout.tokens, rollout.token_mask))
 
 
 def keeps_states(load, kv, prompts, *where):
@@ -395,7 +365,7 @@ def keeps_states(load, kv, prompts, *where):
 def test_a_state_that_stays_in_its_slot_is_seen(monkeypatch):
     monkeypatch.setattr(kv_cache, "load_rows", partial(keeps_states, kv_cache.load_rows))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        test_what_is_sampled_is_what_is_scored((1, 1), 3, ["none"])
+        test_what_is_sampled_is_what_is_scored((1, 1), 3)
 
 
 def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_drawn(monkeypatch):
@@ -450,30 +420,10 @@ def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, 
         read_config(tmp_path)
 
 
-EVERY_PROJECTION = ".*/(q|k|v|qkv|z|b|a|o|gate|up|down)"
-
-
 def test_adapters_are_by_default_on_every_large_projection():
     of_kind = adapter_weights(decoder.weights(CFG), LoraConfig(rank=2))["layers"]
     assert of_kind["delta"].keys() == {"qkv", "z", "o", "gate", "up", "down"}
     assert of_kind["global"].keys() == {"q", "k", "v", "o", "gate", "up", "down"}
-
-
-def test_adapters_go_to_the_modules_of_the_files_and_come_back(tmp_path):
-    lora = LoraConfig(rank=3, targets=EVERY_PROJECTION)
-    adapters = random_adapters(CFG, lora)
-    peft.save_adapters(adapters, CFG, QWEN3_5, lora, tmp_path, "base")
-    tensors = hf.read_tensors(tmp_path / peft.TENSORS)
-    module = "base_model.model.model.layers.4.linear_attn.in_proj_qkv"
-    assert tensors[f"{module}.lora_A.weight"].shape == (3, 16)
-    # Merged on disk or here, the fused tensor is the same.
-    pair = adapters["layers"]["delta"]["qkv"]
-    merged = np.einsum("dr,rkc->dkc", pair["a"][3], pair["b"][3])
-    on_disk = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
-    declared = decoder.layer_weights(CFG, "delta")["qkv"]
-    np.testing.assert_allclose(hf.to_hf(merged, declared), on_disk, atol=1e-5)
-    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), CFG, QWEN3_5)
-    jax.tree.map(np.testing.assert_array_equal, peft.load_adapters(tmp_path, CFG, QWEN3_5, read), adapters)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", "nf4"])

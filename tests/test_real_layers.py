@@ -98,6 +98,7 @@ def test_two_updates_move_the_adapters_and_sampler_and_trainer_agree(run):
         assert row["train/sampler_gap"] < 1e-3
 
 
+@pytest.mark.wide
 def test_a_run_of_a_real_model_goes_on_as_if_it_had_not_stopped(run, tmp_path):
     settings, folder, state = run
     again = tmp_path / "run"
@@ -107,6 +108,7 @@ def test_a_run_of_a_real_model_goes_on_as_if_it_had_not_stopped(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, train(settings, again), state)
 
 
+@pytest.mark.wide
 def test_what_is_trained_leaves_as_gguf_and_as_a_folder_and_writes_the_same(trained, tmp_path):
     prompt, greedy = "Which word is the last: a, b?", GenerationConfig(96, 12, temperature=0.0)
     [expected] = trained.generate(prompt, greedy)
@@ -117,6 +119,7 @@ def test_what_is_trained_leaves_as_gguf_and_as_a_folder_and_writes_the_same(trai
         assert read.tokens == expected.tokens
 
 
+@pytest.mark.wide
 def test_what_is_trained_answers_over_http(trained):
     pytest.importorskip("aiohttp")
     prompt = "Which word is the last: a, b?"

@@ -114,8 +114,6 @@ def resolved(run, platform: str):
         (["model=qwen3_0.6b"], 1e-6),
         (["model=qwen3_0.6b", "algorithm=sft"], 1e-5),
         (["model=qwen3_0.6b", "model.lora.rank=8"], 1e-4),
-        (["model=qwen3_0.6b", "optimizer=lion"], 5e-7),
-        (["model=qwen3_0.6b", "optimizer.learning_rate=0"], 0.0),
     ],
 )
 def test_the_learning_rate_follows_what_trains(overrides, rate):

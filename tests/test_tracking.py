@@ -29,7 +29,6 @@ METRICS = """{"step": 0, "eval/accuracy": 0.25}
         (3, {"eval": {"first": {"accuracy": 0.25}, "last": {"accuracy": 0.75}}}, 0.25, 0.5),  # of step 4: not yet
         (4, {"eval": {"first": {"accuracy": 0.125}, "last": {"accuracy": 0.5}}}, 0.125, 0.75),  # killed before it wrote
         (1, None, 0.25, 0.25),
-        (3, "", 0.25, 0.5),
     ],
 )
 def test_what_was_seen_until_the_checkpoint_is_known_whatever_the_status_says(tmp_path, step, status, first, last):

@@ -136,7 +136,7 @@ def batch_std(eps: float, mean: str = "group", ddof: int = 1) -> Callable:
     return advantages
 
 
-def whitened(baseline: bool, over: str = "tokens", ddof: int = 1, eps: float = 1e-8) -> Callable:
+def whitened(baseline: bool, over: str = "tokens", eps: float = 1e-8) -> Callable:
     """(a - mean) / sqrt(var + eps) over the batch's tokens or samples; a = r, or r - group mean."""
 
     def advantages(fixture: Fixture) -> np.ndarray:
@@ -149,7 +149,7 @@ def whitened(baseline: bool, over: str = "tokens", ddof: int = 1, eps: float = 1
         if counts.sum() < 2 or values.min() == values.max():
             return found
         spread = values - (counts * values).sum() / counts.sum()
-        variance = (counts * spread**2).sum() / (counts.sum() - ddof)
+        variance = (counts * spread**2).sum() / (counts.sum() - 1)
         found[kept] = spread / np.sqrt(variance + eps)
         return found
 
@@ -186,19 +186,6 @@ def each_reward(eps: float, batch_eps: float) -> Callable:
         return found
 
     return advantages
-
-
-def length_weighted(fixture: Fixture) -> np.ndarray:
-    """r - sum(L r) / sum(L) of the group (OPO); 0 where a group agrees."""
-    found = np.zeros(fixture.rewards.shape)
-    lengths = fixture.mask.sum(axis=1).reshape(found.shape)
-    for p, values in enumerate(fixture.rewards):
-        kept = ~np.isnan(values)
-        if kept.sum() < 2 or values[kept].min() == values[kept].max() or not lengths[p, kept].sum():
-            continue
-        base = (lengths[p, kept] * values[kept]).sum() / lengths[p, kept].sum()
-        found[p, kept] = values[kept] - base
-    return found
 
 
 def with_k1(advantages: Callable, beta: float) -> Callable:
@@ -354,12 +341,6 @@ def mean_of_completions(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     return mask / np.maximum(mask.sum(axis=1, keepdims=True), 1) / kept
 
 
-def mean_of_nonempty(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
-    """The same, but empty completions are none."""
-    kept = max(int(mask.any(axis=1).sum()), 1)
-    return mask / np.maximum(mask.sum(axis=1, keepdims=True), 1) / kept
-
-
 def sum_of_completions(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / completions."""
     return mask / max(int((~np.isnan(fixture.rewards)).sum()), 1)
@@ -368,11 +349,6 @@ def sum_of_completions(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
 def over_longest_allowed(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
     """1 / (completions * the longest that a completion may be)."""
     return sum_of_completions(mask, fixture) / fixture.max_length
-
-
-def over_padded_width(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
-    """1 / (non-empty completions * columns of this batch)."""
-    return mask / (max(int(mask.any(axis=1).sum()), 1) * mask.shape[1])
 
 
 def prompt_mean(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
@@ -386,60 +362,47 @@ def prompt_mean(mask: np.ndarray, fixture: Fixture) -> np.ndarray:
 # ---- corrections for the sampler: the terms -> a factor of the gain, without gradient
 
 
-def truncate(cap: float, level: str = "token") -> Callable:
-    """min(w, cap), w of a token, or the product over the completion."""
+def truncate(cap: float) -> Callable:
+    """min(w, cap)."""
 
     def factor(terms: Terms) -> np.ndarray:
-        return np.minimum(_weight(terms, level), cap)
+        return np.minimum(np.exp(terms.old - terms.sampler), cap)
 
     return factor
 
 
-def mask_outside(low: float, high: float, level: str = "token", keep: bool = True) -> Callable:
-    """w within [low, high], else 0; keep: False: 1 in place of w."""
+def mask_outside(low: float, high: float) -> Callable:
+    """w within [low, high], else 0."""
 
     def factor(terms: Terms) -> np.ndarray:
-        weight = _weight(terms, level)
-        inside = (weight >= low) & (weight <= high)
-        return np.where(inside, weight if keep else 1.0, 0.0)
+        weight = np.exp(terms.old - terms.sampler)
+        return np.where((weight >= low) & (weight <= high), weight, 0.0)
 
     return factor
 
 
-def geometric_mask(low: float, high: float, times_token_weight: bool = False) -> Callable:
-    """1, or the token's w, for a completion whose mean of w, a geometric one, is within
-    [low, high]; else 0."""
+def geometric_mask(low: float, high: float) -> Callable:
+    """1 for a completion whose geometric mean of w is within [low, high], else 0."""
 
     def factor(terms: Terms) -> np.ndarray:
         mean = np.exp(terms.mean(terms.old - terms.sampler))
         inside = (mean >= low) & (mean <= high)
-        return np.where(inside, _weight(terms, "token") if times_token_weight else 1.0, 0.0)
+        return np.where(inside, 1.0, 0.0)
 
     return factor
 
 
-def _weight(terms: Terms, level: str) -> np.ndarray:
-    gap = terms.old - terms.sampler
-    if level == "sequence":
-        gap = gap.sum(axis=-1, keepdims=True)
-    return np.exp(np.broadcast_to(gap, terms.mask.shape))
-
-
-def off_policy_mask(delta: float, anchor: str = "sampler") -> Callable:
-    """0 for a completion with A < 0 whose mean of anchor - lp is above delta (OPSM)."""
+def off_policy_mask(delta: float) -> Callable:
+    """0 for a completion with A < 0 whose mean of old - lp is above delta (OPSM)."""
 
     def factor(terms: Terms) -> np.ndarray:
-        away = terms.mean(getattr(terms, anchor) - stop(terms.lp))
+        away = terms.mean(terms.old - stop(terms.lp))
         return np.where((terms.A < 0) & (away > delta), 0.0, 1.0)
 
     return factor
 
 
 # ---- the KL to the reference: the terms -> its estimate for each token
-
-
-def kl_k1(terms: Terms) -> np.ndarray:
-    return terms.lp - terms.ref
 
 
 def kl_k2(terms: Terms) -> np.ndarray:
@@ -450,24 +413,14 @@ def kl_k3(terms: Terms) -> np.ndarray:
     return np.exp(terms.ref - terms.lp) - (terms.ref - terms.lp) - 1
 
 
-def kl_k3_clamped(terms: Terms) -> np.ndarray:
-    """k3 of d within [-20, 20], itself within [-10, 10]."""
-    d = within(terms.ref - terms.lp, -20, 20)
-    return within(np.exp(d) - d - 1, -10, 10)
-
-
 def kl_k3_ratio(terms: Terms) -> np.ndarray:
     """rho k3, with both gradients."""
     return ratio_of_tokens(terms) * kl_k3(terms)
 
 
-def kl_k3_with_k2_gradient(terms: Terms) -> np.ndarray:
-    return stop(kl_k3(terms)) + kl_k2(terms) - stop(kl_k2(terms))
-
-
 def kl_k3_exact(terms: Terms) -> np.ndarray:
     """sg[rho] (k3 as value, k2 as gradient)."""
-    return stop(ratio_of_tokens(terms)) * kl_k3_with_k2_gradient(terms)
+    return stop(ratio_of_tokens(terms)) * (stop(kl_k3(terms)) + kl_k2(terms) - stop(kl_k2(terms)))
 
 
 # ---- an objective
@@ -501,32 +454,26 @@ def _terms(fixture: Fixture, logprobs: np.ndarray, A: np.ndarray) -> Terms:
     return Terms(np.where(fixture.counted, logprobs, 0.0), *others, A, fixture.counted)
 
 
-def likelihood(weighting: Callable = token_mean) -> Loss:
+def likelihood() -> Loss:
     """- sum_t w_t lp (SFT)."""
-    return objective(lambda fixture: np.ones(fixture.rewards.shape), plain_logprob, weighting)
+    return objective(lambda fixture: np.ones(fixture.rewards.shape), plain_logprob)
 
 
-def preferences(beta: float, length_mean: bool = False, ipo: bool = False) -> Loss:
+def preferences(beta: float) -> Loss:
     """- log sigmoid(beta (s_chosen - s_rejected)), a mean over pairs, s = sum_t (lp - ref) (DPO).
 
     The pair of a group is its best and its worst completion, the first of equals; a group that
-    agrees has none. length_mean: s is a mean. ipo: (s_chosen - s_rejected - 1 / (2 beta))^2.
+    agrees has none.
     """
 
     def loss(fixture: Fixture, logprobs: np.ndarray) -> np.ndarray:
         terms = _terms(fixture, logprobs, np.zeros((1, 1)))
         score = (terms.lp - terms.ref).sum(axis=-1)
-        if length_mean:
-            score = score / np.maximum(terms.mask.sum(axis=-1), 1)
         # a pair counts once, however long its completions are
         pairs = pairs_of(fixture)
         total = 0.0
         for best, worst in pairs:
-            margin = score[..., best] - score[..., worst]
-            if ipo:
-                total = total + (margin - 1 / (2 * beta)) ** 2
-            else:
-                total = total - np.log(sigmoid(beta * margin))
+            total = total - np.log(sigmoid(beta * (score[..., best] - score[..., worst])))
         return total / max(len(pairs), 1) + 0 * score.sum(axis=-1)
 
     return loss
@@ -546,7 +493,7 @@ def pairs_of(fixture: Fixture) -> list[tuple[int, int]]:
     return found
 
 
-def distillation(weighting: Callable = token_mean) -> Loss:
+def distillation() -> Loss:
     """- sum_t w_t rho_t A_t, A_t = - (old - teacher): the token's k1 as advantage; `ref` is the
     teacher."""
 
@@ -554,7 +501,7 @@ def distillation(weighting: Callable = token_mean) -> Loss:
         terms = _terms(fixture, logprobs, np.zeros((1, 1)))
         # how much likelier the teacher finds what was sampled
         advantages = terms.ref - terms.old
-        weight = weighting(fixture.counted, fixture)
+        weight = token_mean(fixture.counted, fixture)
         lost = -ratio_of_tokens(terms) * advantages
         return np.where(terms.mask, weight * lost, 0.0).sum(axis=(-2, -1))
 
@@ -613,7 +560,7 @@ def in_bins(logs: np.ndarray, listed: np.ndarray) -> np.ndarray:
     return np.concatenate([np.take_along_axis(logs, places, axis=-1), np.log(rest)], axis=-1)
 
 
-def divergence(apart: Callable, top_k: int = 0, weighting: Callable = token_mean) -> Loss:
+def divergence(apart: Callable, top_k: int = 0) -> Loss:
     """sum_t w_t D(p_t, q_t), q of the teacher; top_k: over its likeliest tokens and one bin."""
 
     def loss(fixture: Fixture, logprobs: np.ndarray) -> np.ndarray:
@@ -623,7 +570,7 @@ def divergence(apart: Callable, top_k: int = 0, weighting: Callable = token_mean
             # the k-th largest and whatever is above it
             listed = q >= np.sort(q, axis=-1)[..., -top_k, None]
             p, q = in_bins(p, listed), in_bins(q, listed)
-        weight = weighting(fixture.counted, fixture)
+        weight = token_mean(fixture.counted, fixture)
         return np.where(terms.mask, weight * apart(p, q), 0.0).sum(axis=(-2, -1))
 
     return loss

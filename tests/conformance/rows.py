@@ -39,7 +39,8 @@ class Variant:
     objective: str
     by: str  # a name of READ
     formula: str
-    loss: Loss
+    # in numpy; None: it is compared with nothing, as no settings of ours give it
+    loss: Loss | None
     # settings of ours that give the same numbers, as YAML has them; None: there are none
     ours: dict[str, Any] | None = None
     why: str = ""  # where it departs from the paper, or why we do not offer it

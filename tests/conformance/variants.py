@@ -10,7 +10,7 @@ from conformance.rows import LONGEST, Variant, advantage, correction, grpo, rati
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an objective as a formula, and settings of ours that give the same numbers, if there are any."""
+    """A part of an objective as a formula, and settings of ours that give the same numbers; NOT_OURS: there are none."""
 
     formula: Any
     ours: dict[str, Any] | None
@@ -19,6 +19,8 @@ class Piece:
 def piece(formula: Any, **ours: Any) -> Piece:
     return Piece(formula, ours)
 
+
+NOT_OURS = Piece(None, None)
 
 # baselines
 STD = piece(f.group_std(1e-4), advantages=advantage("standardise", eps=1e-4))
@@ -56,7 +58,7 @@ SAPO = piece(f.soft_gate(1.0, 1.05), surrogate=surrogate("sapo"))
 # weights
 TOKENS = piece(f.token_mean)
 SEQUENCES = piece(f.mean_of_completions, weighting=weighting("per_sequence"))
-NONEMPTY = Piece(f.mean_of_nonempty, None)
+NONEMPTY = NOT_OURS
 CONSTANT = piece(f.over_longest_allowed, weighting=weighting("constant_length", length=LONGEST))
 
 # why it departs
@@ -70,7 +72,7 @@ class Row:
     """A variant without its words."""
 
     name: str
-    loss: Loss
+    loss: Loss | None
     ours: dict[str, Any] | None
     more: dict[str, Any]
 
@@ -81,12 +83,12 @@ class Row:
 
 
 def row(name: str, baseline: Piece, gain: Piece, weights: Piece = TOKENS, **more: Any) -> Row:
-    """An objective of three pieces; without settings of ours where one piece has none."""
+    """An objective of three pieces; in words alone where one piece is not ours."""
     pieces = (baseline, gain, weights)
-    ours = None
-    if all(each.ours is not None for each in pieces):
-        ours = grpo(**baseline.ours | gain.ours | weights.ours)
-    return Row(name, objective(*(each.formula for each in pieces)), ours, more)
+    if NOT_OURS in pieces:
+        return Row(name, None, None, more)
+    settings = grpo(**baseline.ours | gain.ours | weights.ours)
+    return Row(name, objective(*(each.formula for each in pieces)), settings, more)
 
 
 # ---- advantages by groups, ratios of tokens, clipped
@@ -130,7 +132,7 @@ _GROUPS = [
         "grpo",
         "tunix",
         "std + 1e-6; clip 0.2; mean over completions that are not empty; + 0.04 k1 as a loss",
-        objective(STD_VERL.formula, CLIPPED.formula, f.mean_of_nonempty, kl=f.kl_k1, kl_coef=0.04),
+        None,
         None,
         "k1 as a loss has no expected gradient: the penalty regularises nothing",
     ),
@@ -138,7 +140,7 @@ _GROUPS = [
     row("dr_grpo@paper", CENTRED, CLIPPED, CONSTANT).says(
         "A = r - mean; clip 0.2; sum over tokens / (completions * longest allowed)"
     ),
-    row("dr_grpo@verl", CENTRED, DUAL, Piece(f.over_padded_width, None)).says(
+    row("dr_grpo@verl", CENTRED, DUAL, NOT_OURS).says(
         "seq-mean-token-sum-norm without loss_scale_factor: divided by the padded width",
         "the divisor is the longest completion of the batch, so it changes from batch to batch",
     ),
@@ -196,7 +198,7 @@ _COMPLETION_RATIOS = [
         "long completions weigh more, which TRL warns of",
     ),
     # The same with a sum over tokens.
-    row("luspo@trl", STD, GSPO, Piece(f.sum_of_completions, None)).says(
+    row("luspo@trl", STD, GSPO, NOT_OURS).says(
         "s A summed over the tokens of a completion, mean over completions",
         "a weight by length that we have no name for",
     ),
@@ -217,7 +219,7 @@ _TOKEN_RATIOS = [
         "- sg[min(rho, eps_high)] A lp: eps_high is the cap itself; 5 as ScaleRL recommends",
         "left at its default the cap is 0.2: nearly all tokens have that one weight",
     ),
-    row("cispo_default@trl", STD, Piece(f.bounded_weight(None, 0.2), None)).says(
+    row("cispo_default@trl", STD, NOT_OURS).says(
         "epsilon_high not given: the cap is 0.2",
         "nearly all tokens have the one weight 0.2; we refuse a cap below 1",
     ),
@@ -284,7 +286,7 @@ _BASELINES = [
     row(
         "reinforce_pp_baseline@verl", piece(f.whitened(True), advantages=advantage("whiten", over="tokens")), DUAL
     ).says("the same over tokens: long completions weigh more in mean and std"),
-    row("reinforce_pp_baseline@nemo_rl", Piece(f.whitened(True, ddof=0), None), CLIPPED).says(
+    row("reinforce_pp_baseline@nemo_rl", NOT_OURS, CLIPPED).says(
         "over tokens, with the variance of a population", "differs from verl by sqrt(n / (n - 1)) of the tokens"
     ),
     # The mean of the group, the std of the batch.
@@ -300,20 +302,18 @@ _BASELINES = [
         "A = (r - mean) / (mean + 1e-6)",
         "for rewards of 0 and 1 within 4e-6 of the paper; negative rewards turn the sign",
     ),
-    row("maxrl@trl", Piece(f.over_mean(1e-4), None), IMPORTANCE, binary=True).says(
+    row("maxrl@trl", NOT_OURS, IMPORTANCE, binary=True).says(
         "pull request 5026: A = (r - mean) / (mean + 1e-4)", "4e-4 from the paper at a success rate of 1 in 4"
     ),
     # Several rewards, each on a scale of its own.
     row("gdpo@trl", piece(f.each_reward(1e-4, 1e-4), advantages=advantage("per_reward", eps=1e-4)), CLIPPED).says(
         "normalise_then_sum: each reward (r - mean) / (std + 1e-4) in its group, the sum again over the batch + 1e-4"
     ),
-    row("gdpo@nemo_rl", Piece(f.each_reward(1e-6, 0.0), None), CLIPPED).says(
+    row("gdpo@nemo_rl", NOT_OURS, CLIPPED).says(
         "the same without anything added at the end", "divides 0 by 0 where all agree"
     ),
     # A baseline weighted by lengths.
-    row("opo@verl", Piece(f.length_weighted, None), DUAL).says(
-        "A = r - sum(L r) / sum(L) of the group, L the length", "not offered"
-    ),
+    row("opo@verl", NOT_OURS, DUAL).says("A = r - sum(L r) / sum(L) of the group, L the length", "not offered"),
     # No ratio at all.
     row("reinforce@verl", CENTRED, LOGPROB, gradient_only=True).says(
         "gpg: - A lp, A = r - group mean", "our value is of A rather than of A lp, which says nothing either"
@@ -327,11 +327,12 @@ _BASELINES = [
 # ---- what trainer and sampler disagree about
 
 
-def with_factor(name: str, factor: Any, ours: dict | None, **more: Any) -> Row:
-    """Centred rewards and a clip of 0.2, whose gain is multiplied by the factor."""
-    settings = None if ours is None else grpo(old_logprobs="rescored", correction=ours, **CLIP)
+def with_factor(name: str, factor: Any = None, ours: dict | None = None) -> Row:
+    """Centred rewards and a clip of 0.2, whose gain is multiplied by the factor; in words alone without one."""
+    if ours is None:
+        return Row(name, None, None, SAMPLER)
     loss = objective(f.less_group_mean, CLIPPED.formula, correction=factor)
-    return Row(name, loss, settings, SAMPLER | more)
+    return Row(name, loss, grpo(old_logprobs="rescored", correction=ours, **CLIP), SAMPLER)
 
 
 _CORRECTIONS = [
@@ -341,11 +342,11 @@ _CORRECTIONS = [
     with_factor("tis_token@trl", f.truncate(3.0), correction("truncate_tokens", cap=3.0)).says(
         "token_truncate: min(w, 3)"
     ),
-    with_factor("tis_sequence@verl", f.truncate(2.0, "sequence"), None).says(
+    with_factor("tis_sequence@verl").says(
         "min(product over the completion of w, 2)", "a product over tokens grows with the length"
     ),
-    with_factor("tis_sequence@skyrl", f.truncate(5.0, "sequence"), None).says("min(product of w, 5)", "as verl"),
-    with_factor("sequence_mask@trl", f.mask_outside(0.0, 3.0, "sequence"), None).says(
+    with_factor("tis_sequence@skyrl").says("min(product of w, 5)", "as verl"),
+    with_factor("sequence_mask@trl").says(
         "the default: the product of w, 0 above 3",
         "leaves out long completions: a gap of 1e-3 a token is e^2 over 2,000 tokens",
     ),
@@ -355,17 +356,15 @@ _CORRECTIONS = [
     with_factor("icepop@trl", f.mask_outside(0.0, 3.0), correction("mask_tokens", low=0.0, high=3.0)).says(
         "token_mask: w up to 3, else 0"
     ),
-    with_factor("token_mask@skyrl", f.mask_outside(0.5, 2.0, keep=False), None).says(
-        "1 where w is within 0.5 and 2, else 0", "the same name, without the weight"
-    ),
+    with_factor("token_mask@skyrl").says("1 where w is within 0.5 and 2, else 0", "the same name, without the weight"),
     with_factor(
         "geometric_mask@skyrl", f.geometric_mask(0.99, 1.01), correction("mask_sequences", low=0.99, high=1.01)
     ).says("1 for a completion whose geometric mean of w is within 0.99 and 1.01, else 0"),
-    with_factor("geometric_mask@nemo_rl", f.geometric_mask(0.999, 1.002, True), None).says(
+    with_factor("geometric_mask@nemo_rl").says(
         "seq-mask-tis: the same within 0.999 and 1.002, times the w of each token", "two corrections in one"
     ),
     # Away from whom.
-    with_factor("off_policy_mask@trl", f.off_policy_mask(0.5), None).says(
+    with_factor("off_policy_mask@trl").says(
         "off_policy_mask_threshold=0.5: 0 for a completion with A < 0 and mean(sampler - lp) > 0.5",
         "theirs is away from the sampler, beside a ratio to the trainer; ours has one anchor",
     ),
@@ -373,7 +372,7 @@ _CORRECTIONS = [
         "off_policy_mask",
         "paper",
         "0 for a completion with A < 0 and mean(old - lp) > 0.5",
-        objective(f.less_group_mean, CLIPPED.formula, correction=f.off_policy_mask(0.5, "old")),
+        objective(f.less_group_mean, CLIPPED.formula, correction=f.off_policy_mask(0.5)),
         grpo(off_policy_delta=0.5, **CLIP),
     ),
 ]
@@ -382,17 +381,19 @@ _CORRECTIONS = [
 # ---- the KL to the reference
 
 
-def penalised(name: str, estimate: Any, ours: str | None) -> Row:
-    """Centred rewards and a clip of 0.2, with 0.1 times the estimate in the loss."""
-    settings = None if ours is None else grpo(kl_coef=0.1, kl_estimator=ours, **CLIP)
-    return Row(name, objective(f.less_group_mean, CLIPPED.formula, kl=estimate, kl_coef=0.1), settings, {})
+def penalised(name: str, estimate: Any = None, ours: str | None = None) -> Row:
+    """Centred rewards and a clip of 0.2, with 0.1 times the estimate in the loss; in words alone without one."""
+    if ours is None:
+        return Row(name, None, None, {})
+    loss = objective(f.less_group_mean, CLIPPED.formula, kl=estimate, kl_coef=0.1)
+    return Row(name, loss, grpo(kl_coef=0.1, kl_estimator=ours, **CLIP), {})
 
 
 _KL = [
-    penalised("kl_k1@verl", f.kl_k1, None).says("kl: lp - ref", "as a loss its expected gradient is 0"),
+    penalised("kl_k1@verl").says("kl: lp - ref", "as a loss its expected gradient is 0"),
     penalised("kl_k2@verl", f.kl_k2, "k2").says("mse: (lp - ref)^2 / 2"),
     penalised("kl_k3@trl", f.kl_k3, "k3").says("exp(d) - d - 1, d = ref - lp"),
-    penalised("kl_k3@verl", f.kl_k3_clamped, None).says(
+    penalised("kl_k3@verl").says(
         "low_var_kl: d within [-20, 20], the result within [-10, 10]",
         "no gradient exactly where the KL is largest",
     ),
@@ -400,7 +401,7 @@ _KL = [
         "use_bias_correction_kl, on by default in 1.16: rho (exp(d) - d - 1)",
         "its two gradients add up to - rho d, as in kl_k3_exact",
     ),
-    penalised("kl_k3_exact@verl", f.kl_k3_with_k2_gradient, None).says(
+    penalised("kl_k3_exact@verl").says(
         "k3+: the value of k3, the gradient of k2",
         "ours has the ratio besides, so that it is right off policy; equal at rho = 1",
     ),
@@ -451,7 +452,7 @@ _DEMONSTRATIONS = [
         "ipo",
         "trl",
         "loss_type=ipo: (s_chosen - s_rejected - 1 / (2 beta))^2, s a mean over tokens",
-        f.preferences(0.1, length_mean=True, ipo=True),
+        None,
         None,
         "not offered",
     ),
@@ -461,7 +462,7 @@ _DEMONSTRATIONS = [
         "distill_direct",
         "verl",
         "lp - lp_teacher as a loss",
-        objective(f.less_group_mean, lambda terms: -f.kl_k1(terms)),
+        None,
         None,
         "there is no teacher in its gradient, as verl's page warns",
     ),

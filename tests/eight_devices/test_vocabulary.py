@@ -114,20 +114,6 @@ def test_scores_and_their_gradients_are_those_of_the_formulas(case, monkeypatch)
     assert (max(sizes) >= B * M * V // fsdp // tp) == (case.blocks == 1)
 
 
-@pytest.mark.parametrize("slope", [0, 1])
-def test_a_slope_of_one_result_alone(slope, monkeypatch):
-    """The backward pass then leaves out what the other would add."""
-    case = Case((1, 1), B * M * V // 2, 2, softcap=3.0)
-    prepared(case, monkeypatch)
-    hidden, table, targets, slopes = arrays()
-    slopes[1 - slope] = 0
-    loss = lambda h, t: jnp.sum(slopes[slope] * token_scores(h, t, targets, 3.0, 1.0)[slope])  # noqa: E731
-    of_hidden, of_table = jax.jit(jax.grad(loss, (0, 1)), compiler_options=FAST)(hidden, table)
-    wanted = by_formulas(case, hidden, table, targets, slopes)
-    close(of_hidden, wanted[2])
-    close(of_table, wanted[3])
-
-
 def scans(jaxpr):
     """Every scan of a program, those within others too."""
     for equation in jaxpr.eqns:
