@@ -23,6 +23,7 @@ from tunix_lite.runs.agents.batch import EpisodeGroups, settings_for_agents
 from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
 from tunix_lite.runs.agents.experience import Endpoint
 from tunix_lite.runs.agents.running import AgentConfig, Ended, Runner
+from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
 
 pytest.importorskip("openai")
@@ -263,6 +264,21 @@ def test_failures_are_named_and_harm_no_other_episode(work):
     # What an agent asks for after its time is refused, and not recorded.
     assert late.wait(10) and after == [410]
     assert found.episodes[1].sequences == []
+
+
+def test_an_episode_that_has_ended_gets_no_more_tokens(tokenizer):
+    """A call that was begun before the end of its episode, and comes to the engine after it."""
+    episodes = OpenEpisodes(tokenizer, 64, 8)
+    episode = episodes.open({}, 1)
+    with episodes.submitting(episode.id):
+        waiting = threading.Thread(target=episodes.close, args=(episode,))
+        waiting.start()
+        waiting.join(0.1)
+        # it ends when the sequences are with the engine, and not before
+        assert waiting.is_alive() and not episode.is_over
+    waiting.join(10)
+    with pytest.raises(BadCall, match="it is over"), episodes.submitting(episode.id):
+        raise AssertionError("not reached")
 
 
 def test_training_draws_as_the_run_says_and_evaluation_as_the_agent_asks(work):

@@ -69,6 +69,37 @@ def test_the_committed_counts_are_of_all_programs(gate):
         assert set(values["counts"]) == {*wanted, "rollout", "run"}
 
 
+@pytest.mark.parametrize(
+    "arguments, kernels, code, is_written",
+    [
+        (["--accept"], 8, 1, False),
+        (["--accept", "--why", "one sort more"], 8, 0, True),
+        (["--accept", "--why", "no such words"], 8, 2, False),
+    ],
+    ids=["worse", "explained", "not in the log"],
+)
+def test_what_is_worse_is_accepted_only_with_words_of_the_log(
+    gate, arguments, kernels, code, is_written, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gate, "VALUES", tmp_path / "gate.json")
+    monkeypatch.setattr(gate, "LOG", tmp_path / "log.md")
+    minor = ".".join(gate.jax.__version__.split(".")[:2])
+    gate.VALUES.write_text(json.dumps({minor: KNOWN["0.10"] | {"jax": gate.jax.__version__}}))
+    gate.LOG.write_text("## Today\n\nA step has one sort\nmore, as top_p asks.\n")
+    monkeypatch.setattr(gate, "count_all", lambda: counts(kernels=kernels))
+    monkeypatch.setattr("sys.argv", ["gate.py", *arguments])
+    before = gate.VALUES.read_text()
+    try:
+        status = gate.main()
+    except SystemExit as ended:
+        status = ended.code
+    assert (status, gate.VALUES.read_text() != before) == (code, is_written)
+    if is_written:
+        written = json.loads(gate.VALUES.read_text())[minor]
+        assert written["counts"]["a/update"]["kernels"] == kernels
+        assert written.get("why") == (arguments[2] if "--why" in arguments else None)
+
+
 # ---- what training chooses on a GPU or TPU, its compiler takes: families x attention x tp x sync x packing x remat
 
 
@@ -135,7 +166,28 @@ def test_programs_compile_in_which_every_two_settings_meet(target, tmp_path):
         compiles(target, cell, tmp_path)
 
 
+def test_all_parts_together_stay_below_twenty_minutes():
+    gpu = script_of("gpu")
+    assert max(gpu.CHECKS.values()) + sum(gpu.TIMED.values()) + 10 < 1200
+    assert gpu.TOTAL_SECONDS + 10 < 1200
+    table = (BENCHMARKS / "gpu_parts.py").read_text().partition("\nPARTS = {\n")[2].partition("}")[0]
+    assert set(gpu.SECONDS) == {line.split('"')[1] for line in table.splitlines() if '"' in line}
+
+
 # ---- the race against other frameworks
+
+
+def step(whole, rollout=1.0, reference=1.0):
+    return {"rollout": rollout, "reference": reference, "update": whole - rollout - reference, "step": whole}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_not_the_ratio_of_medians():
+    arithmetic = importlib.import_module("arithmetic")
+    # rounds: 8/4 = 2, 9/3 = 3, 20/5 = 4; the medians would give 9/4
+    found = arithmetic.ratios([step(8.0), step(9.0), step(20.0)], [step(4.0), step(3.0), step(5.0)])
+    assert found["step"] == 3.0
+    with pytest.raises(ValueError, match="shorter"):
+        arithmetic.ratios([step(8.0), step(9.0)], [step(4.0)])
 
 
 def test_a_step_of_the_fixed_workload_needs_what_pencil_and_paper_say():
@@ -154,3 +206,29 @@ def test_the_page_is_what_the_results_give_and_they_name_no_paths_and_no_address
     for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
         text = file.read_text()
         assert not [part for part in ("://", "/work", "/home") if part in text], file.name
+
+
+def test_a_loss_stands_on_the_page_as_plainly_as_a_win(tmp_path):
+    """A peer that takes half of our time, and one that failed."""
+    page, run, workloads = (importlib.import_module(name) for name in ("benchmarks_page", "run", "workloads"))
+    facts = {"import_seconds": 1.0, "setup_seconds": 1.0, "trained_parameters": 5, "versions": {"x": "1"}}
+    found = {
+        "tunix": {"error": "it ended"},
+        "trl": {"facts": facts, "first_step": 9.0, "steps": [step(3.0)], "peak_rss_mb": 900},
+        "ours": {"facts": facts, "first_step": 9.0, "steps": [step(6.0)], "peak_rss_mb": 1000},
+    }
+    machine = {"processor": "P", "cores": 2, "memory_gb": 8.0, "load_before": 3.0}
+    about = {"date": "2026-11-22", "commit": "abc", "command": "c", "machine": machine}
+    result = run.result(workloads.workload("fixed"), found, [200.0], 5.0)
+    (tmp_path / "peers_fixed.json").write_text(json.dumps(about | result))
+    text = page.render(tmp_path)
+    assert "| fixed lengths | - | 0.50 | - | - |" in text
+    assert "Tunix gave no figures: it ended" in text
+    assert "3.0: **others computed, too**" in text
+
+    # Of another machine the same is said.
+    (tmp_path / "small_machine").mkdir()
+    (tmp_path / "peers_fixed.json").rename(tmp_path / "small_machine" / "peers_fixed.json")
+    text = page.render(tmp_path)
+    assert "another machine: small_machine" in text and "| fixed lengths | - | 0.50 | - | - |" in text
+    assert "Fixed lengths: Tunix gave no figures: it ended" in text

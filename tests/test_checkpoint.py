@@ -2,7 +2,9 @@
 
 import errno
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from tunix_lite.commands.train import next_command
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.checkpoint import Checkpoints
-from tunix_lite.tracking.disk import DiskError
+from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.train import train
 
 
@@ -100,6 +102,29 @@ def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path
     assert Checkpoints(tmp_path).steps() == [2, 4] and not half.exists()
 
 
+DAMAGE = {
+    "its manifest is gone": lambda step: (step / "default" / "manifest.ocdbt").unlink(),
+    "its description is gone": lambda step: (step / "default" / "_METADATA").unlink(),
+    "an empty folder": lambda step: [shutil.rmtree(step), step.mkdir()],
+    "empty files": lambda step: [os.truncate(file, 0) for file in (step / "default" / "d").iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_cannot_be_read_is_told_and_not_skipped(damage, tmp_path, caplog):
+    checkpoints = saved(tmp_path, 8, 9)
+    DAMAGE[damage](tmp_path / "9")
+    said = rf"^step 9 cannot be read \(.+\); remove {tmp_path}/9 to go on from step 8$"
+    with pytest.raises(ValueError, match=said):
+        checkpoints.restore(state_of(0))
+    with pytest.raises(ValueError, match=said):
+        checkpoints.restore_params(shapes(state_of(0).params))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    shutil.rmtree(tmp_path / "8")
+    with pytest.raises(ValueError, match="to begin anew: there is no earlier one$"):
+        checkpoints.restore(state_of(0))
+
+
 def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
     checkpoints, state = saved(tmp_path, 9), state_of(0)
     wide = state.replace(params={"w": put(np.zeros((8, 4), np.float32), "embed", "mlp")})
@@ -108,6 +133,16 @@ def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
         checkpoints.restore(wide)
     with pytest.raises(ValueError, match=said + r"opt_state/v: \(3,\) here, None there; opt_state/m: None here, "):
         checkpoints.restore(state.replace(opt_state={"v": state.opt_state["m"]}))
+
+
+def test_how_many_updates_were_skipped_is_kept(tmp_path):
+    checkpoints = saved(tmp_path, 1, 3)
+    assert [checkpoints.skipped_in_a_row(step) for step in (1, 3)] == [0, 2]
+    (tmp_path / "3" / "about.json").unlink()
+    assert checkpoints.skipped_in_a_row(3) == 0, "a copy may have lost it"
+    (tmp_path / "3" / "about.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=rf"^step 3 cannot be read \(.+\); remove {tmp_path}/3 to go on from step 1$"):
+        checkpoints.skipped_in_a_row(3)
 
 
 def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):
@@ -235,3 +270,28 @@ def test_the_only_checkpoint_outlives_the_one_that_was_to_replace_it(disk):
     again.save(megabyte_of(2))
     again.close()
     assert again.steps() == [2]
+
+
+def os_error(number: int, *file) -> OSError:
+    return OSError(number, os.strerror(number), *map(str, file))
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (os_error(errno.ENOSPC), "the disk is full: RUN"),
+        (os_error(errno.EDQUOT, "RUN/status.json.tmp"), "the disk quota is used up: RUN/status.json.tmp"),
+        (os_error(errno.ESTALE, "RUN"), "the folder is gone or cannot be reached: RUN"),
+        (os_error(errno.EACCES, "/elsewhere/data.jsonl"), None),
+    ],
+)
+def test_what_is_said_of_an_error(error, words, tmp_path):
+    error.filename = error.filename.replace("RUN", str(tmp_path)) if getattr(error, "filename", None) else None
+    try:
+        try:
+            raise error
+        finally:
+            raise ValueError("a file is open")  # as closing a half-written zip file says
+    except ValueError as outer:
+        for seen in (error, outer):
+            assert trouble(seen, tmp_path) == (words and re.sub("RUN", str(tmp_path), words))

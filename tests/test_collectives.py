@@ -1,5 +1,7 @@
 """What a program communicates is read from its text: which axis, how many bytes, how often."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -95,11 +97,14 @@ def test_each_kind_is_read_with_the_bytes_of_the_whole_buffer():
     [
         ("{{0,1,2},{3,4,5}}", "tp"),
         ("{{0,3},{1,4},{2,5}}", "fsdp"),
+        ("[2,3]<=[6]", "tp"),
         ("[3,2]<=[2,3]T(1,0)", "fsdp"),
         ("mesh['a'=2,'b'=3] {'a'}", "fsdp"),
         ("mesh['a'=2,'b'=3] {'a','b'}", "fsdp+tp"),
         ("mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'b'}", "fsdp"),  # ids 0 3, 1 4, 2 5 along b
+        ("mesh['a'=6] {'a':(1)2}", "fsdp"),
         ("{{0,1},{2,3},{4,5}}", "other"),
+        ("{{0,1,2},{3},{4},{5}}", "other"),
     ],
 )
 def test_groups_are_read_however_they_are_written(groups, axis):
@@ -224,6 +229,31 @@ def test_a_gather_that_several_fusions_share_counts_once():
     text = snippet(*fusions, computations="".join(gather.format(name=n, chain=chain) for n, chain in parts))
     found = collectives(text, MESH)
     assert [(c.kind, c.axis, c.num_bytes) for c in found] == [("all-gather", "fsdp", 128)] * 2
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("module, name", [("libtpu", "v5e-4"), ("jax_cuda12_plugin", "h100x4")])
+def test_programs_for_absent_devices_are_read(module, name):
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    from tunix_lite.parallel.mesh import make_mesh
+    from tunix_lite.planning.hardware import devices_of, find_machine
+
+    mesh = make_mesh(((2, 2), ("fsdp", "tp")), devices_of(find_machine(name)))
+    L, B, D, F = 6, 1024, 512, 2048
+
+    def gradient(w_LDF, x_BD):
+        return jax.grad(lambda w_LDF: jnp.sum(jnp.square(layers(w_LDF, x_BD))))(w_LDF)
+
+    # bfloat16, in which TPU multiplies: it would gather float32 in bfloat16, too
+    spec, dtype = P(None, "fsdp", "tp"), jnp.bfloat16
+    found = read(gradient, ((L, D, F), spec), ((B, D), P("fsdp", None)), mesh=mesh, out=spec, dtype=dtype)
+    sums = {(group.kind, group.axis): group for group in grouped(found)}
+    assert all((c.count, c.count_known) == (L, True) for c in found)
+    weights = L * D * F // 2 * 2
+    assert sums["all-gather", "fsdp"].total_bytes in (weights, 2 * weights)  # again for the way back, or kept
+    assert weights <= sums["reduce-scatter", "fsdp"].total_bytes < 1.1 * weights  # each gradient once; TPU may pad
+    assert sums["all-reduce", "tp"].total_bytes % (L * B // 2 * D * 2) == 0
 
 
 def test_a_branch_may_not_be_taken():

@@ -104,12 +104,19 @@ def flipped(run: RunDir, name: str, of: int = LAST) -> None:
 FORCE = r"\. Put the file back from a copy; or resume\.force=true goes on with the steps that can be read"
 REFUSED = {  # what was done: (the damage, what is said)
     "[1]": (with_line(4, "[1]"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
+    "no UTF-8": (with_line(4, b'{"step": 3, "a": "\xff\xfe"}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
+    "nested": (with_line(4, BRACKETS), rf"line 4 of .* is not the metrics of a step{FORCE}"),
     "a line is missing": (with_line(4, None), rf"line 4 of .* is of step 4, and the one before it of step 2{FORCE}"),
+    "the beginning is missing": (
+        lambda run: run.metrics.write_text(row(7) + "\n" + row(8) + "\n"),
+        rf"metrics.jsonl begins with step 7, and the run with step 1{FORCE}",
+    ),
     "the end is missing": (
         lambda run: run.metrics.write_text("".join(row(n) + "\n" for n in range(8))),
         rf"metrics.jsonl ends with 7, and the newest checkpoint is of step 8{FORCE}",
     ),
     "empty": (lambda run: os.truncate(run.metrics, 0), rf"metrics.jsonl holds no step, and .* of step 8{FORCE}"),
+    "gone": (lambda run: run.metrics.unlink(), rf"metrics.jsonl is not there, and the newest .* of step 8{FORCE}"),
     "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is no folder, and .*: move it away"),
     "fingerprint nested": (
         lambda run: run.fingerprint.write_text(BRACKETS),

@@ -112,7 +112,9 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
     [
         ("a", "returned 'a' from step; it is Turn"),
         (("a", float("nan"), False), "the reward nan"),
+        (("a", 1.0, "no"), "done='no'"),
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
+        (("a" * 100_000, 1.0, False), "100,000 characters"),
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_line(returned, message):
@@ -274,7 +276,15 @@ def no_docstring(x: int) -> int:
     return x
 
 
+def no_hint(x) -> int:
+    """Double it."""
+
+
 def many(*x: int) -> int:
+    """Add them."""
+
+
+def a_set(x: set[int]) -> int:
     """Add them."""
 
 
@@ -282,7 +292,9 @@ def many(*x: int) -> int:
     ("tool", "message"),
     [
         (no_docstring, "the tool no_docstring has no docstring"),
+        (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
         (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
+        (a_set, "the tool a_set: x has the type set"),
         (lambda x: x, "a tool is called '<lambda>'"),
     ],
 )
@@ -338,7 +350,9 @@ def test_calls_are_read_as_each_family_writes_them(text, calls):
         ("<tool_call>{'name': 'add'}</tool_call>", "the call is no JSON"),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "the arguments of add are no JSON"),
         ("<|tool_call>add{a:1}<tool_call|>", "a call is call:name{argument:value}; this is"),
+        ('<|tool_call>call:add{a:<|"|>1}<tool_call|>', "the arguments of add are no JSON"),
         ("```tool_code\nadd(1, 2)\n```", "give each argument by its name"),
+        ("```tool_code\nos.getcwd()\n```", "a call is name(argument=value)"),
         ("```tool_code\nadd(a=" + "(" * 5000 + "\n```", "the call is no Python"),
     ],
 )
@@ -398,11 +412,22 @@ def test_a_budget_of_calls_ends_the_conversation():
         (ToolEnvironment, {"tools": (weather,), "result": "it is"}, "result='it is' has no {result}"),
         (ConversationConfig, {"max_turns": 0}, "max_turns=0"),
         (ConversationConfig, {"credit": "discount", "discount": 1.5}, "from 0 to 1"),
+        (ConversationConfig, {"limit_reward": -1.0}, "on_limit=penalise alone"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(make, settings, message):
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_tools_are_called_in_a_worker_process():
+    environment = ToolEnvironment((weather,))
+    with EnvironmentPool(environment, ConversationConfig(on_error="drop", timeout=20.0)) as pool:
+        assert pool.reset(0, {}).result().turn is None
+        reply = pool.step(0, call("weather", city="Ulm")).result()
+        assert reply.turn.observation == [{"role": "tool", "name": "weather", "content": "Ulm: 21 C"}]
+        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
+        assert pool.step(0, "done").result().turn == Turn("", 0.0, True, info)
 
 
 # ---- the bundled tools
@@ -414,6 +439,7 @@ def test_settings_that_cannot_be_meant_are_refused(make, settings, message):
         ("12 * (3 + 4)", "84"),
         ("7 / 2", "3.5"),
         ("-7 // 2 + 2 ** 10 % 1000", "20"),
+        ("0.1 + 0.2", "0.3"),
         ("2 ** 0.5", "1.41421356237"),
     ],
 )

@@ -2,17 +2,20 @@
 and the bundled game."""
 
 import json
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_tasks import of_two_hosts
 from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Conversation, Rollout, SampledTurn
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.guessing import GuessingGame, is_secret
+from tunix_lite.environments.guessing import GuessingGame, Secrets, is_secret
+from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment, schema_of
@@ -222,14 +225,24 @@ def test_how_environments_failed_is_a_line_of_the_console_and_if_all_did_the_ste
 
 def test_two_processes_share_the_environments_and_get_the_same_answers(tokenizer):
     """Each steps its own rows; threads stand for the processes."""
+    barrier = threading.Barrier(2)
+    board: dict = {}
 
-    def run(index, share):
+    def run(index):
+        def share(value):
+            board[index] = value
+            barrier.wait()
+            everyone = [board[0], board[1]]
+            barrier.wait()
+            return everyone
+
         with open_task(tokenizer, Hears(), processes=Processes(index, 2, share)) as task:
             rollout, graded = hold(task, [["1", "stop"], ["2", "3"], ["4 stop"]])
             known = list(task.environments._rows)
         return [one.turns for one in rollout.conversations], graded.rewards.tolist(), known
 
-    first, second = of_two_hosts(run)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, range(2))
     for ours, theirs in zip(first[0], second[0]):
         assert [(t.begin, t.end, t.reply) for t in ours] == [(t.begin, t.end, t.reply) for t in theirs]
     assert first[1] == second[1] == [1.0, 1.0, 0.5]
@@ -301,3 +314,28 @@ def test_a_guessing_game_by_hand():
     turns = played(GuessingGame(guesses=4, possible=0.2), example, ["5", "3", "8", "9"])
     assert [turn.reward for turn in turns] == [0.2, 0.0, 0.2, 0.0]
     assert is_secret("The answer is 7.", example) == 1
+
+
+def test_secrets_are_drawn_evenly_and_the_same_everywhere():
+    source = Secrets(1, 4)
+    drawn = Counter(source.train[i]["secret"] for i in range(400))
+    assert set(drawn) == {1, 2, 3, 4} and min(drawn.values()) > 60
+    assert source.held_out[0] == Secrets(1, 4).held_out[0]
+    assert source.train[0]["question"] == "Guess 1 to 4."
+    for make, message in (
+        (lambda: Secrets(5, 5), "low must be below high"),
+        (lambda: GuessingGame(guesses=0), "guesses=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_game_of_yaml_is_played_in_a_pool():
+    run = compose(["task=guessing"])
+    with EnvironmentPool(run.task.environment, ConversationConfig(workers=0)) as pool:
+        example = run.task.source.held_out[0]
+        assert pool.reset(0, example).result().turn is None
+        done = False
+        while not done:
+            done = pool.step(0, "The answer is 3.").result().turn.done
+    assert run.task.template.messages(example)[-1].content == example["question"]

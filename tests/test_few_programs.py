@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite.parallel.compiling import compiled_together, stopwatch
+from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import results
@@ -134,6 +134,25 @@ def test_a_late_compilation_is_named_and_is_no_part_of_collecting(tmp_path, rows
         assert row["time/rollout"] <= row["time/collect"]
 
 
+def test_a_stopwatch_leaves_out_the_compiler_and_counts_what_is_traced_inside_once():
+    def inner(x):
+        time.sleep(0.1)
+        return x * 2
+
+    def outer(x):
+        return jax.jit(inner)(x) + 1
+
+    seen = []
+    began = time.perf_counter()
+    elapsed = stopwatch()
+    with watching_compiler(lambda *told: seen.append(told)) as compiling:
+        jax.jit(outer)(1.0)
+    whole = time.perf_counter() - began
+    assert 0.1 <= compiling() <= whole and elapsed() <= whole - 0.1 + 0.05
+    assert [name for name, seconds in seen if seconds is None] == ["outer"]
+    assert seen[-1][0] == "outer" and seen[-1][1] > 0
+
+
 @pytest.fixture
 def many_cores(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -157,6 +176,24 @@ def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_
     assert third.shape == (4, 3)
     assert compiled[0][0].count("jit(constrained)") == 1
     assert elapsed() < 0.05 < 0.1 <= time.perf_counter() - began, "it counts as waiting for the compiler"
+
+
+def test_of_what_compiles_together_an_error_is_raised_and_no_further_program_begins(many_cores):
+    """Of calls within calls, where it is not the error of a thread that was told to end."""
+    begun = []
+
+    def fails():
+        raise RuntimeError("no such program")
+
+    def goes_on():
+        for number in range(200):
+            results(jax.jit(lambda x, n=number: x + n), jnp.ones(3))
+            begun.append(number)
+            time.sleep(0.05)
+
+    with pytest.raises(RuntimeError, match="no such program"):
+        compiled_together([partial(compiled_together, [goes_on, fails]), goes_on])
+    assert len(begun) < 100
 
 
 @pytest.mark.parametrize("length, longest_prompt, sizes", [

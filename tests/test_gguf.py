@@ -23,6 +23,7 @@ from tunix_lite.inference.language_model import LONG, load
 from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
+from tunix_lite.models.gguf_file import open_gguf
 from tunix_lite.models.gguf_out import save_gguf, save_gguf_adapter
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig, load_base, locate
@@ -249,15 +250,22 @@ REFUSED = {
     "an adapter": ({"general.type": "adapter"}, "general.type='adapter'; expected is 'model'"),
     "a part": ({"split.count": 3}, "split.count: this is a part"),
     "no layers": ({"qwen2.block_count": None}, "qwen2.block_count is missing"),
+    "zero heads": ({"qwen2.attention.head_count": 0}, "qwen2.attention.head_count is 0; expected is 1 or more"),
+    "layers as text": ({"qwen2.block_count": "4"}, "qwen2.block_count is '4'; expected is a whole number"),
     "many layers": ({"qwen2.block_count": 2**31}, "num_hidden_layers=2147483648; it is at most 1,024"),
+    "eps nan": ({"qwen2.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan; expected is a finite"),
     "other values": ({"qwen2.attention.value_length": 16}, "qwen2.attention.value_length is 16, and heads have 8"),
     "yarn": ({"qwen2.rope.scaling.type": "yarn"}, "qwen2.rope.scaling.type='yarn' is not supported"),
     "another tokenizer": ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model='t5' is not supported"),
     "another pre": ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "x"}, "tokenizer.ggml.pre='x' is not supported"),
     "few tokens": ({"tokenizer.ggml.tokens": ["a"]}, "tokenizer.ggml.tokens has 1 items; expected is 64"),
+    "few types": ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 items; expected is 64"),
+    "types as texts": ({"tokenizer.ggml.token_type": ["1"] * 64}, "tokenizer.ggml.token_type is not a list of type int"),
     "tokens twice": ({"tokenizer.ggml.tokens": ["a"] * 64}, r"tokenizer.ggml.tokens\[0\] and \[63\] are both 'a'"),
     "no end": ({"tokenizer.ggml.eos_token_id": None}, "names no end-of-sequence token in its metadata"),
+    "end beyond": ({"tokenizer.ggml.eos_token_id": 64}, "tokenizer.ggml.eos_token_id is 64, and there are 64 tokens"),
     "merges of others": ({"tokenizer.ggml.merges": ["x y"]}, "cannot be read .*x"),
+    "merges of three": ({"tokenizer.ggml.merges": ["h e l"]}, r"tokenizer.ggml.merges\[0\]='h e l' is no pair"),
     "long tokens": ({"tokenizer.ggml.tokens": ["h" * (i + 1) * 20 for i in range(64)]}, "is too long to be merged"),
 }  # fmt: skip
 
@@ -292,6 +300,13 @@ def test_tensors_that_do_not_fit_are_named_as_in_the_file(tmp_path, models):
     assert "shape: blk.2.ffn_up.weight is [8, 32], and should be [64, 32]" in str(error.value)
 
 
+def test_an_eps_of_float32_is_that_of_a_config_json(models):
+    _, file = models["qwen2"]
+    assert open_gguf(file).values["qwen2.attention.layer_norm_rms_epsilon"] == 9.999999974752427e-07
+    chosen = ModelConfig(weights=str(file), architecture=replace(CFGS["qwen2"], norm_eps=1e-6))
+    assert locate(chosen).cfg.norm_eps == 1e-6
+
+
 # ---- damaged files
 
 
@@ -301,12 +316,12 @@ def patched(content: bytes, at: int, form: str, *values) -> bytes:
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
-    """Ways in which a file is not one, by name."""
-    cases = {f"cut to {n}": content[:n] for n in (0, 3, 7, 16, 23, 32, 500, 2000)}
-    cases["without the end"] = content[:-33]
-    cases |= {f"version {v}": patched(content, 4, "I", v) for v in (1, 2**24 * 3)}
-    cases |= {f"{n} tensors": patched(content, 8, "Q", n) for n in (10**6, 2**64 - 1)}
-    cases |= {f"{n} keys": patched(content, 16, "Q", n) for n in (10**5, 2**64 - 1, 0)}
+    """At least 60 ways in which a file is not one, by name."""
+    cases = {f"cut to {n}": content[:n] for n in (0, 1, 3, 4, 7, 8, 15, 16, 23, 24, 31, 32, 40, 100, 500, 1000, 2000)}
+    cases |= {f"without the last {n}": content[:-n] for n in (33, 100, 5000, len(content) // 2)}
+    cases |= {f"version {v}": patched(content, 4, "I", v) for v in (0, 1, 4, 2**24 * 3, 2**32 - 1)}
+    cases |= {f"{n} tensors": patched(content, 8, "Q", n) for n in (10**6, 2**32, 2**63, 2**64 - 1)}
+    cases |= {f"{n} keys": patched(content, 16, "Q", n) for n in (10**5, 2**40, 2**63, 2**64 - 1, 0, 3)}
     cases["another magic"] = b"GGML" + content[4:]
     cases["big-endian"] = content[:4] + struct.pack(">IQQ", 3, 4, 4) + content[24:]
 
@@ -315,16 +330,18 @@ def damaged(content: bytes) -> dict[str, bytes]:
         return content.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
 
     first = behind("general.architecture") - len("general.architecture") - 8
-    cases |= {f"a first key of {n} bytes": patched(content, first, "Q", n) for n in (2**20 + 1, 2**64 - 1)}
+    cases |= {
+        f"a first key of {n} bytes": patched(content, first, "Q", n) for n in (2**20 + 1, 2**31, 2**62, 2**64 - 1)
+    }
     text = behind("tokenizer.ggml.model")
-    cases |= {f"a text of {n} bytes": patched(content, text + 4, "Q", n) for n in (2**21, 2**64 - 1)}
-    cases |= {f"a value of type {n}": patched(content, text, "I", n) for n in (0, 9, 255)}
+    cases |= {f"a text of {n} bytes": patched(content, text + 4, "Q", n) for n in (2**21, 2**40, 2**64 - 1)}
+    cases |= {f"a value of type {n}": patched(content, text, "I", n) for n in (0, 4, 9, 13, 255, 2**32 - 1)}
     cases["a text that is no UTF-8"] = patched(content, text + 12, "B", 0xFF)
     cases["a key that is no UTF-8"] = patched(content, text - 1, "B", 0xFF)
     tokens = behind("tokenizer.ggml.tokens")
-    cases |= {f"{n} tokens": patched(content, tokens + 8, "Q", n) for n in (0, 65, 2**64 - 1)}
-    cases |= {f"tokens of type {n}": patched(content, tokens + 4, "I", n) for n in (6, 9, 77)}
-    cases |= {f"a token of {n} bytes": patched(content, tokens + 16, "Q", n) for n in (2**20, 2**64 - 1)}
+    cases |= {f"{n} tokens": patched(content, tokens + 8, "Q", n) for n in (0, 65, 10**6, 2**40, 2**64 - 1)}
+    cases |= {f"tokens of type {n}": patched(content, tokens + 4, "I", n) for n in (0, 6, 9, 12, 77)}
+    cases |= {f"a token of {n} bytes": patched(content, tokens + 16, "Q", n) for n in (2**20, 2**40, 2**64 - 1)}
     cases["a token that is no UTF-8"] = patched(content, tokens + 24, "B", 0xFF)
     cases["numbers as an array"] = patched(content, behind("qwen2.block_count"), "I", 9)
     cases["a key twice"] = content.replace(b"qwen2.context_length", b"qwen2.context_lengtX").replace(
@@ -333,11 +350,11 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
     # a tensor is its name, its number of dims, the dims, its type and its offset
     tensor = behind("token_embd.weight")
-    cases |= {f"{n} dims": patched(content, tensor, "I", n) for n in (0, 5, 2**32 - 1)}
-    cases |= {f"a dim of {n}": patched(content, tensor + 4, "Q", n) for n in (0, 33, 2**64 - 1)}
+    cases |= {f"{n} dims": patched(content, tensor, "I", n) for n in (0, 5, 2**31, 2**32 - 1)}
+    cases |= {f"a dim of {n}": patched(content, tensor + 4, "Q", n) for n in (0, 33, 2**33, 2**64 - 1)}
     cases["dims of 2^63 bytes"] = patched(content, tensor + 4, "QQ", 2**31, 2**31)
-    cases |= {f"a tensor of type {n}": patched(content, tensor + 20, "I", n) for n in (4, 12, 99)}
-    cases |= {f"an offset of {n}": patched(content, tensor + 24, "Q", n) for n in (1, 2**14, 2**64 - 32)}
+    cases |= {f"a tensor of type {n}": patched(content, tensor + 20, "I", n) for n in (2, 4, 12, 24, 99, 2**32 - 1)}
+    cases |= {f"an offset of {n}": patched(content, tensor + 24, "Q", n) for n in (1, 2**14, 2**40, 2**63, 2**64 - 32)}
     cases["a tensor twice"] = content.replace(b"blk.1.attn_k.weight", b"blk.1.attn_v.weight", 1)
     cases["an unknown tensor"] = content.replace(b"blk.1.attn_k.weight", b"blk.1.\x1b[2J.weight", 1)
     cases["numbers that are not"] = content[:-4] + struct.pack("<f", float("nan"))
@@ -347,7 +364,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_damaged_files_are_refused_in_a_line_and_take_no_room(tmp_path, models):
     good = models["qwen2"][1].read_bytes()
     cases = damaged(good)
-    assert len(cases) >= 40
+    assert len(cases) >= 60
     file = tmp_path / "x.gguf"
     for name, content in cases.items():
         file.write_bytes(content)
@@ -454,6 +471,25 @@ def test_adapters_alone_add_up_to_the_merged_model_of_llama_cpp(tmp_path, models
         a, b = written[f"{name}.lora_a"], written[f"{name}.lora_b"]
         assert a.dtype == b.dtype == np.float32
         np.testing.assert_allclose(base[name] + 1.5 * (b @ a), merged[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "has_adapters, how, message",
+    [
+        (False, {"kind": "gguf", "dtype": "bf16"}, "dtype=bf16: tensors of kind=gguf have a type"),
+        (False, {"kind": "gguf", "gguf_type": "q4_k"}, "type='q4_k'; it is f32, f16, bf16, q8_0, or null"),
+        (False, {"kind": "full", "gguf_type": "f16"}, "type=f16: type is of kind=gguf"),
+        (
+            False,
+            {"kind": "gguf_adapter"},
+            "kind=gguf_adapter: the model has no adapters; give full, or gguf for the families gemma2",
+        ),
+        (True, {"kind": "gguf_adapter", "gguf_type": "f16"}, "type=f16: adapters are written in float32"),
+    ],
+)
+def test_kinds_and_types_that_are_not_written_are_refused(tmp_path, has_adapters, how, message):
+    with pytest.raises(ConfigError, match=message):
+        exporting.check_export(has_adapters, tmp_path / "x", **{"dtype": None, "overwrite": False} | how)
 
 
 @pytest.mark.parametrize("change, message", [({"query_scale": 13}, "query_scale=13 against 8"), ({"mlp_dim": 40}, "rows of blk.0.ffn_down.weight have 40 numbers")])  # fmt: skip

@@ -108,6 +108,21 @@ def test_several_files_with_an_index_read_as_one(folder):
         hf.load_params(folder, CFG, GEMMA3)
 
 
+@pytest.mark.parametrize(
+    "listed, message",
+    [
+        ({"a": 5}, "a is said to be in 5, which is not the name of a file beside it"),
+        ({"a": "../model.safetensors"}, r"a is said to be in '../model.safetensors', which is not the name of a file"),
+        ({"a": "model.safetensors"}, "the index says that a is in model.safetensors, and it is not"),
+        ([1], "weight_map=.*; it is an object"),
+    ],
+)
+def test_an_index_that_lies_is_refused(folder, listed, message):
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ValueError, match=message):
+        hf.check_weights(folder, CFG, GEMMA3)
+
+
 def test_every_tensor_that_does_not_fit_is_listed(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.layers.4.mlp.up_proj.weight")
@@ -121,18 +136,33 @@ def test_every_tensor_that_does_not_fit_is_listed(folder):
     assert "shape: model.norm.weight is [17], and should be [16]" in str(error.value)
 
 
+def test_folders_without_what_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
+    with pytest.raises(ValueError, match="has no weights: neither model.safetensors nor"):
+        hf.check_weights(tmp_path, CFG, GEMMA3)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, gemma4_text, gemma4_unified_text, llama"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0; it is 1 or more"),
+        ({"hidden_size": "32"}, "hidden_size='32'; it is a finite int"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; it is a finite float"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; it is true or false"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it is an object"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be read"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_theta": 1e6}}},
          "rope scaling of layers with sliding attention"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}, "full_attention": {"rope_theta": 1e4, "rope_type": "yarn"}}},
          "rope_type 'yarn' is not supported"),
+        ({"layer_types": ["full_attention"]}, "layer_types must hold 5 entries"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     ],
 )  # fmt: skip
@@ -151,10 +181,14 @@ LISTS = {"rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0, 2.0]}
     [
         ("ministral3_3b", {"rope_parameters": YARN | {"factor": -1.0}},
          "yarn: factor, original_max_position_embeddings, beta_slow and attention_factor must be above 0"),
+        ("ministral3_3b", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta=1.0 with yarn; it is above 1"),
         ("ministral3_3b", {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, "factor=4.0 has no rope_type beside it"),
         ("llama3.2_1b", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"factor": 8.0}},
          "factor=8.0 has no rope_type beside it; add that key, which is default, linear or llama3"),
+        ("phi4_mini", {"rope_parameters": LISTS}, "long_factor=.* has no rope_type beside it"),
         ("phi4_mini", {"rope_parameters": LISTS | {"rope_type": "longrope"}}, "longrope: short_factor has 1 numbers, and long_factor 2"),
+        ("qwen2.5_0.5b", {"use_sliding_window": "x"}, "use_sliding_window='x'; it is true or false"),
+        ("qwen2.5_0.5b", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers='x'; it is a finite int"),
         ("gemma4_e2b", {"num_global_key_value_heads": 3}, "num_global_key_value_heads=3 beside attention_k_eq_v=false"),
     ],
 )  # fmt: skip

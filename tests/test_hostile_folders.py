@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from conftest import random_params
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.basics import digests
@@ -32,6 +32,7 @@ from tunix_lite.basics.plain_text import escaped
 from tunix_lite.basics.types import TrainState
 from tunix_lite.basics.untrusted import MOST_LINE
 from tunix_lite.commands import doctor, evaluate, export, generate, program
+from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import decoder, hf, peft, source
@@ -372,6 +373,14 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Pickled(f"touch {folder.parent / 'CANARY'}")))
 
 
+def head(shape, value: float = 1.0):
+    def change(folder: Path) -> None:
+        held = load_file(folder / hf.SINGLE)
+        save_file(held | {"lm_head.weight": np.full(shape, value, np.float32)}, folder / hf.SINGLE)
+
+    return change
+
+
 def tokenizer(**values):
     return lambda folder: change_json(folder / "tokenizer.json", **values)
 
@@ -381,28 +390,36 @@ GROWS = {"type": "Sequence", "normalizers": [TEN] * 9}  # a letter becomes a tho
 
 MODELS = {  # what is done to the folder, and words of the refusal; none: it is taken, as data
     "auto_map": (config(auto_map={"AutoModel": "hostile_plug.Plug"}, trust_remote_code=True), ()),
+    "model_type is a module": (config(model_type="hostile_plug.FAMILY"), ("config.json: model_type is",)),
     "model_type clears the screen": (config(model_type="\x1b[2J\n\x07"), ("config.json: model_type is '\\x1b[2J",)),
     "10^9 layers": (config(num_hidden_layers=10**9), ("num_hidden_layers=1000000000; it is at most 1,024",)),
+    "1,024 layers": (config(num_hidden_layers=1024), ("missing: model.layers.2.", "more")),
     "a vocabulary of 10^15": (config(vocab_size=10**15), ("vocab_size=1000000000000000 is beyond",)),
     "rope_parameters is a target": (config(rope_parameters={"_target_": "hostile_plug.Plug"}), ("'rope_theta'",)),
     "eos beyond everything": (lambda f: change_json(f / "generation_config.json", eos_token_id=10**12), ("token 1000",)),
+    "a template that is a number": (template(5), ("chat template", "tokenizer_config.json is 5")),
     "5,000 parentheses": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), ("json cannot be compiled",)),
     "a template of 2 MB": (template("x" * 2_000_000), ("up to 1,048,576 characters",)),
     "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}"),
                                    ("chat_template.jinja is not UTF-8",)),
     "a tokenizer that is none": (lambda f: (f / "tokenizer.json").write_text(DEEP), ("tokenizer.json cannot be read",)),
+    "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
     "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
+    "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
     "a pickle alone": (only_a_pickle, ("has no weights",)),
     "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
+    "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
     "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
     "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
     "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
     "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
+    "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("holds weights twice",)),
+    "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
 }  # fmt: skip
 
 
@@ -417,6 +434,20 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
         assert within_seconds(lambda: loaded(folder)).cfg == CFG
 
 
+def test_a_head_that_is_not_the_tied_embedding_is_refused_and_taken_where_config_json_unties(good, tmp_path):
+    """And what is exported then says the same to whoever reads it: its config.json ties nothing."""
+    folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), [[4, 1], ["fsdp", "tp"]]
+    head((512, 16), 0.25)(folder)
+    is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head")
+    config(tie_word_embeddings=False)(folder)
+    untied = load(folder, mesh_shape=meshed)
+    np.testing.assert_array_equal(untied.params["head"], np.full((512, 16), 0.25, np.float32))
+    exporting.export(untied, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    again = load(tmp_path / "out", mesh_shape=meshed)
+    jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
+
+
 # ---- chat templates
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -428,12 +459,6 @@ TEMPLATES = {
     "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
     "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
     "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
-    "classes": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
-    "dict.mro": ("{{ dict.mro() }}", "fails in line 1"),
-    "namespace": ("{{ namespace(__class__=1).__class__.mro() }}", "fails in line 1"),
-    "attr": ("{{ messages[0].content | attr('__class__') | attr('__mro__') + [] }}", "fails in line 1"),
-    "append": ("{{ messages.append(1) }}", "fails in line 1"),
-    "range": ("{{ range(10 ** 9) }}", "fails in line 1"),
     "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
 }
 
@@ -529,6 +554,8 @@ ADAPTERS = {
     "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
     "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
     "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
+    "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
+    "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
     "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
     "tensors of another model": (lambda f: save_file({"x": np.ones(2, np.float32)}, f / peft.TENSORS), ("no adapter of",)),
 }  # fmt: skip

@@ -144,6 +144,13 @@ def test_a_quantised_base_takes_the_bytes_that_it_should():
     assert size["int8"] / size["bf16"] == pytest.approx((8 + 32 / 128) / 16, abs=0.005)  # 0.516
 
 
+@pytest.mark.parametrize("storage, bound", [("int8", 0.03), ("nf4", 0.3)])
+def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
+    whole, packed = (np.asarray(logits(base_of(s), TOKENS)) for s in ("bf16", storage))
+    error = np.linalg.norm(packed - whole) / np.linalg.norm(whole)
+    assert 0 < error < bound
+
+
 # ---- training
 
 

@@ -35,6 +35,7 @@ from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
+from tunix_lite.planning.report import Plans
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import scored_batch_shapes
@@ -47,6 +48,7 @@ SMALL = [
     "algorithm.num_generations=4",
     "evaluation.num_examples=0",
 ]
+WIDE = pytest.mark.wide
 LENGTHS = ["generation.max_prompt_length=10", "generation.max_new_tokens=12", "rollout.chunk=4"]
 
 
@@ -330,6 +332,25 @@ def test_where_sampling_is_the_peak_its_slots_are_halved_or_its_cache_is_int8(cf
     assert found.peak_bytes < full.peak_bytes
 
 
+def test_where_nothing_fits_the_advice_is_the_least_that_was_reached(cfg):
+    full = plan.assemble_plan(machine(10), case_of(cfg, fsdp=4, tp=1), {})
+    overrides, least = advice(full)
+    assert least.fits is False
+    assert least.peak_bytes < full.peak_bytes
+    assert "training.remat=block" in overrides
+    line = command._advised(Plans((full,)), PlanConfig(analytic=True), []).change
+    said = f"{least.peak_bytes / GiB:.2f} of 0.00 GiB, an estimate, with {' '.join(overrides)}"
+    assert line == f"nothing that was tried fits, and a larger target is needed: the least is {said}"
+
+
+def test_what_an_estimate_says_fits_is_looked_at_more_closely(cfg):
+    """A compiler that refuses the first change: the second is advised, and its numbers are those of the closer look."""
+    looks = iter([{"refused": ("decode: too large",)}, {"resident": {"all": 7}}])
+    overrides, found = advice(sampling_is_the_peak(cfg, 8), lambda found: replace(found, **next(looks)))
+    assert overrides == ("rollout.num_slots=2",)
+    assert found.resident == {"all": 7}
+
+
 def test_auto_takes_the_largest_micro_batch_that_fits():
     overrides = ["model=gemma3_1b", "training.remat=block", "training.mixed_precision=bf16"]
     overrides += ["training.prompts_per_step=512", "generation.max_prompt_length=512", "generation.max_new_tokens=512"]
@@ -352,6 +373,9 @@ def test_auto_takes_the_largest_micro_batch_that_fits():
         ([], {"target": "v5e-12"}, "target: 'v5e-12' is no TPU slice; v5e-8 would do"),
         (["model.mesh_shape=[[9,1],[fsdp,tp]]"], {"target": "h100x8"}, "model.mesh_shape: .*needs 9 devices, but target h100x8 has 8 devices; [^;]*$"),
         (["model.mesh_shape=[[5,1],[fsdp,tp]]"], {}, "model.mesh_shape: .*needs 5 devices, but jax sees 4; "),
+        (["training.attention=cudnn"], {"target": "h100x8"}, "attention=cudnn: it computes in bfloat16 only"),
+        (["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"], {"target": "h100x8"}, "heads=4 is not a multiple"),
+        (["training.prompts_per_step=3", "algorithm.num_generations=3"], {"target": "h100x8"}, "do not divide over fsdp=8"),
         (["model.weights=google/gemma-3-1b-it"], {}, "a plan does not ask the hub"),
         (["training.prompts_per_step=1", "algorithm.num_generations=7", "model=gemma3_1b"], {"target": "h100x16", "mesh": "all"}, "no mesh of 16 devices divides"),
     ],
@@ -387,6 +411,13 @@ def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
     most = max(sum(phase["adds"].values()) for phase in best["phases"])
     assert best["peak_bytes"] == sum(best["resident_bytes"].values()) + most
     assert {"fsdp": 16, "tp": 1} in [one["mesh"] for one in said["plans"]] and said["refused"]
+
+
+def test_supervised_learning_samples_only_to_evaluate(cfg):
+    run = compose(["model=random", "algorithm=sft", "training.packing=none", *LENGTHS, "evaluation.num_examples=4"])
+    case = resolve_run(replace(run, model=replace(run.model, architecture=cfg)), cfg, None, {"fsdp": 2, "tp": 2}, "cpu")
+    found = plan.assemble_plan(machine(GiB, 4, find_machine("h100x4").hardware), case, {})
+    assert [phase.name for phase in found.phases] == ["rollout", "update"]
 
 
 # ---- at the start of a run
@@ -436,6 +467,18 @@ def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_progr
     assert "micro_batch_size=4: 4.00 GiB of 3.00 a device" in log
     assert "micro_batch_size=2: 2.00 GiB of 3.00 a device" in log
     assert "2 micro_batch_size x 1 fsdp x 2 accumulation" in log
+
+
+def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
+    monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
+    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(GiB // 2))
+    monkeypatch.setattr(at_start, "compiled", lambda *args: None)
+    set_mesh(2, 2)
+    resolved, lines = case_of(cfg, ["training.micro_batch_size=auto"]), []
+    tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
+    with pytest.raises(ConfigError, match=tried):
+        at_start.choose_micro_batch(resolved, lines.append)
+    assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
 def test_a_packed_run_of_one_step_has_the_plan_of_its_programs_a_trace_and_a_table(tmp_path, compiled_programs):

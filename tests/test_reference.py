@@ -1,6 +1,7 @@
 """The reference of the KL term is the policy that training starts from, however often it is resumed; and observers."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.weights import Lora, init_params
+from tunix_lite.runs import watch
 from tunix_lite.runs.reference import Reference, find_reference, reference_of
 from tunix_lite.runs.setup import prepare
 from tunix_lite.runs.watch import StepDone
@@ -145,3 +147,18 @@ def test_an_observer_adds_its_numbers_and_a_run_whose_observer_fails_keeps_its_l
     assert second["step"] == 2 and "other/number" not in second
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        (3.0, "it returned float; return a dict like {'my/number': 1.0}"),
+        ({"train/loss": 1.0}, "'train/loss' is not the name of a metric of yours"),
+        ({"my/losses": np.ones(3)}, "my/losses is ndarray; give one number"),
+    ],
+)
+def test_what_an_observer_returns_is_checked(found, said):
+    settings = SimpleNamespace(tracking=SimpleNamespace(observers={"mine": lambda done: found}))
+    watching = SimpleNamespace(session=SimpleNamespace(run=settings))
+    with pytest.raises(RunFailed, match=f"^tracking.observers.mine: {re.escape(said)}"):
+        watch.Watch.observed(watching, None)

@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 import yaml
-from test_bad_input import HOLDS
 
 from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
@@ -247,6 +246,16 @@ def test_a_report_of_thousands_of_steps_is_small_and_soon_there(tmp_path):
     file = write_page(run_page(tmp_path / "run"), tmp_path)
     assert time.process_time() - began < 12, "some 2.5 s; a page that reads the rows once a metric takes minutes"
     assert file.stat().st_size < 2_000_000
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from tunix_lite.distributed.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1]), 0):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):

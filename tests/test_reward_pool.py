@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from faulty_rewards import (
     FORKS,
     KINDS,
     as_it_is,
+    begins,
     bound_nameless,
     faulty,
     length,
@@ -33,6 +35,7 @@ from faulty_rewards import (
     one,
     ranked,
     shown,
+    slowly,
     undecodable,
 )
 
@@ -45,6 +48,7 @@ from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.runs.evaluate import evaluate
 from tunix_lite.runs.watch import keep_samples
 from tunix_lite.settings.compose import compose
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir
@@ -247,6 +251,22 @@ def test_an_evaluation_counts_and_says_its_failures():
 # ---- the workers
 
 
+def test_rewards_come_back_in_the_order_of_rows():
+    texts, examples = [str(i) * (i + 1) for i in range(8)], [{"seconds": 0.02 * (8 - i)} for i in range(8)]
+    graded = judge(texts, examples, rewards={"r": Reward(slowly)}, settings=RewardsConfig(workers=3), correct=slowly)
+    np.testing.assert_array_equal(graded.rewards, range(1, 9))
+
+
+def test_several_workers_share_the_work():
+    with closing(Pool({"r": begins}, RewardsConfig(workers=4, timeout=60.0))) as pool:
+        first = [pool.submit("", {"seconds": 0.3}) for _ in range(12)]
+        [future.result() for future in first]
+        found = [pool.submit("", {"seconds": 1.0}) for _ in range(8)]
+        began = sorted(future.result()["r"][1] for future in found)
+    # whoever begins before the first one has ended works at the same time
+    assert sum(moment < began[0] + 1.0 for moment in began) == 4
+
+
 def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
     for workers in (0, 2):
         graded = judge(["process"] * 9, settings=RewardsConfig(workers=workers))
@@ -362,6 +382,14 @@ def three_examples(**second) -> list[dict]:
     return [first] * 3 + [middle] * 3 + [last] * 3
 
 
+def test_a_reward_ranks_the_completions_of_each_group():
+    settings = RewardsConfig("raise", 20.0, workers=2)
+    graded = judge(THREE_GROUPS, three_examples(), settings=settings, num_generations=3, rewards=RANKED, correct=length)
+    np.testing.assert_array_equal(graded.rewards, [1, 0, 2, 0, 2, 1, 0, 1, 2])
+    assert graded.metrics["reward/rank"] == 0.5 and graded.metrics["reward/mean"] == 1
+    assert graded.metrics["reward/length"] == 2, "the reward of each completion is called as before"
+
+
 def test_a_group_is_graded_when_its_last_completion_has_ended_whatever_their_order():
     called = []
 
@@ -397,6 +425,30 @@ def test_a_call_that_fails_for_a_group_is_one_failure_of_all_its_completions(on_
     assert f"reward 'rank' {words} for the completions ['b', 'bbb', 'bb']" in lines[0]
 
 
+def test_two_processes_share_groups_and_completions():
+    """Nine completions and three groups of two processes: each makes its share of the calls, and both have all."""
+    given, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
+
+    def run(process: int):
+        def share(value):
+            given[process] = value
+            barrier.wait()
+            return list(given)
+
+        def seen(completions, example):
+            asked[process].append(example["n"])
+            return ranked(completions, example)
+
+        task = task_of(THREE_GROUPS, {"rank": Reward(seen, group=True)}, length)
+        task = replace(task, processes=Processes(process, 2, share))
+        return task.grade(three_examples(), said(9), 3).rewards.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(run, (0, 1)))
+    assert both == [[0.5, 0, 1, 0, 1, 0.5, 0, 0.5, 1]] * 2
+    assert asked == [[2], [1, 3]]
+
+
 # ---- what a reward may say beside a number: None, a Score with a reason
 
 
@@ -429,6 +481,15 @@ def test_what_kept_a_completion_from_more_is_counted_and_is_no_failure(workers, 
     assert noted(graded) == {"unscorable": 0, "no_answer": 2, "stopped": 1, "dropped": 0}
     assert graded.failures[1]["reward 'r'"] == "no_answer: it holds no number"
     assert graded.metrics["reward/r"] == 1.25 / 4
+
+
+def test_none_is_an_error_unless_it_is_asked_for():
+    reward = {"r": Reward(of_group, group=True)}
+    with pytest.raises(ValueError, match="reward 'r' is None, not a number,"):
+        grade(["1", "none"], RewardsConfig(workers=0), reward)
+    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, G=1)
+    np.testing.assert_array_equal(graded.rewards, [1, 0])
+    assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
 
 
 @pytest.mark.parametrize("workers, is_group", [(0, False), (1, True)])

@@ -16,7 +16,7 @@ from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -115,6 +115,12 @@ def numbers_task(rows: list[dict], long_prompts: str, limit: int = 4) -> Task:
     return Task(config, Words(), limit, 8, long_prompts)
 
 
+def long_at(places: set[int], count: int) -> tuple[list[dict], list[int]]:
+    """`count` examples and their order in the first epoch; those at `places` of the order have 9 tokens, others 3."""
+    order = [e["n"] for e in batch_at(of_length(*[1] * count), count, seed=0, step=0)]
+    return of_length(*[9 if order.index(n) in places else 3 for n in range(count)]), order
+
+
 @pytest.mark.parametrize("treatment", ["error", "drop"])
 def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
     said = (
@@ -128,6 +134,17 @@ def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
 def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
     prompts = numbers_task([], "truncate").prompts(of_length(6, 2, 4))
     assert prompts == [[3, 4, 5, 6], [1, 2], [1, 2, 3, 4]]
+
+
+def test_the_next_that_fits_stands_where_a_dropped_example_stood():
+    rows, order = long_at({1, 3}, count=9)
+    task = numbers_task(rows, "drop")
+    taken = [([e["n"] for e in examples], dropped) for examples, dropped in (task.batch(3, 0, step) for step in (0, 1))]
+    assert taken[0] == ([order[0], order[2], order[4]], 2)  # 1 and 3 are too long
+    assert taken[1] == ([order[5], order[6], order[7]], 0)  # 4 had its turn
+    rows, order = long_at({0, 2}, count=9)
+    assert [e["n"] for e in numbers_task(rows, "drop").batch(3, 0, 0)[0]] == [order[1], order[3], order[4]]
+    assert numbers_task(rows, "drop", limit=9).batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0)
 
 
 @pytest.mark.parametrize("count, size", [(9, 2), (18, 7)])
@@ -199,6 +216,34 @@ def test_completions_are_judged_by_weighted_rewards(task, tokenizer):
     assert graded.metrics["reward/correct"] == 0.5 and graded.metrics["completions/truncated"] == 0.5
     np.testing.assert_allclose(graded.each["correct"], [1, 0])
     np.testing.assert_allclose(graded.each["short"], [short, short])
+
+
+def test_a_failed_reward_is_nan_by_its_name_and_counts_zero_in_the_sum(tokenizer):
+    """Of three completions, `odd` fails for the second; with on_error=drop that one is dropped, with zero it counts."""
+    rewards = {"right": Reward(correct), "odd": Reward(odd, 0.5)}
+    rollout = rollout_of([tokenizer.demonstration("x", text) for text in ("3", "3 bad", "4")])
+    examples = [{"question": "1 + 2", "answer": "3"}] * 3
+    for on_error, total in (("zero", [1.5, 1, 0.5]), ("drop", [1.5, np.nan, 0.5])):
+        task = Task(TaskConfig(Arithmetic(), "{question}", rewards), tokenizer, 32, 48)
+        with task.with_workers(RewardsConfig(on_error, workers=0), print) as task:
+            graded = task.grade(examples, rollout)
+        np.testing.assert_allclose(graded.each["right"], [1, 1, 0])
+        np.testing.assert_allclose(graded.each["odd"], [1, np.nan, 1])
+        np.testing.assert_allclose(graded.rewards, total)
+        assert all(one is examples[0] for one in graded.examples) and len(graded.examples) == 3
+        assert graded.metrics["reward/odd"] == (2 / 3 if on_error == "zero" else 1)
+
+
+def odd(completion, example) -> float:
+    return float("nan") if "bad" in completion else 1.0
+
+
+def test_a_reward_that_is_no_number_is_an_error(tokenizer):
+    config = TaskConfig(Arithmetic(), "{question}", {"odd": Reward(lambda completion, example: float("nan"))})
+    task = Task(config, tokenizer, 32, 48)
+    rollout = Rollout(np.ones((1, 3), int), np.ones((1, 3), bool), np.ones((1, 3), bool), None, np.ones(1), None)
+    with pytest.raises(ValueError, match="reward 'odd' is nan for the completion"):
+        task.grade([{"question": "1", "answer": "1"}], rollout)
 
 
 def of_two_hosts(judge) -> list:
@@ -273,6 +318,19 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
 # ---- digests
 
 
+def test_a_digest_is_of_what_stands_in_a_data_file(tmp_path):
+    file, rows = tmp_path / "rows.jsonl", [json.dumps({"question": str(n)}) for n in range(1500)]
+
+    def kept(lines: list[str]) -> dict[str, str]:
+        file.write_text("\n".join(lines))
+        return digest_of_data(Jsonl(str(file), str(file)))
+
+    first = kept(rows)
+    assert kept(rows) == first and first["train"] == first["held_out"]
+    changed = [kept([*rows[:n], '{"question": "other"}', *rows[n + 1 :]])["train"] for n in (0, 777, 1499)]
+    assert len({first["train"], *changed, kept(rows[:-1])["train"], kept([rows[1], rows[0], *rows[2:]])["train"]}) == 6
+
+
 def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):
     examples = [{"question": "1 + 2", "answer": "3"}]
     other_tokens = SimpleNamespace(prompt=lambda text: [*tokenizer.prompt(text), 5], special_in=tokenizer.special_in)
@@ -304,8 +362,10 @@ def of_lines(folder, lines: list, tokenizer, held_out: list | None = None, **set
     [
         (b'{"question": "\xff"}', r"line 3: not UTF-8 \(byte 15 of the line, 0xff\)"),
         (b"{oops", "line 3: not JSON"),
+        (b"[" * 100_000, "line 3: nested too deep: more than 100 lists and objects"),
         (b'{"question": ' + b"[" * 300 + b"]" * 300 + b"}", "line 3: nested too deep: more than 100 lists and objects"),
         (b'{"question": ' + b"1" * 5000 + b"}", "line 3: not JSON .Exceeds"),
+        (b"[1]", "line 3: not an object"),
         (b'{"question": "\\ud800"}', "line 3: half of a character"),
         (b'{"answer": "' + b"x" * 1_000_000 + b'"}', "line 3: task.prompt names 'question', but an example has answer"),
         (b'{"question": "' + b"1 + " * 20_000 + b'"}', r"1 of 2 training prompts .*=48; .* \(.*line 3\); raise it to"),
@@ -412,8 +472,10 @@ def test_a_system_message_stands_before_the_user(tokenizer, tmp_path):
     [
         ({"text": "x"}, "an example needs a field `prompt` or `messages`, or give task.prompt=.* this one has text"),
         ({"messages": "hi"}, "`messages` is 'hi'; it is a list of {role, content}"),
+        ({"messages": []}, "`messages` is"),
         (chat_of(("robot", "hi")), r"a message has a role \(system, user, assistant, tool\) and a content"),
         ({"prompt": [{"role": "user"}]}, "`prompt` holds {'role': 'user'}; a message has"),
+        ({"messages": [{"role": "user", "content": 3}]}, "which is text"),
         (chat_of(("assistant", "hi")), "a conversation begins with the assistant; nothing is asked"),
     ],
 )

@@ -22,11 +22,13 @@ import yaml
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics import plain_text
 from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands import train as train_command
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.learner.optim import learning_rates
 from tunix_lite.models import attention, decoder, source
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
@@ -136,7 +138,6 @@ def test_without_an_evaluation_a_run_learns_the_same_to_the_bit(finished, tmp_pa
     assert not any("eval/accuracy" in row for row in lines(tmp_path))
 
 
-@pytest.mark.wide
 def test_the_same_seed_gives_the_same_file(finished, tmp_path):
     """To the bit, also where samples of each evaluation are drawn beside."""
     folder, state = finished
@@ -538,6 +539,26 @@ def test_secrets_of_the_settings_stand_in_no_file_of_the_run(commanded, tmp_path
     assert settings["task"]["system"] == "0.87654321 /tmp/nowhere"
     config = (tmp_path / "run" / ".hydra" / "config.yaml").read_text()
     assert "${oc.env:MY_TOKEN}" in config and yaml.safe_load(config)["generation"]["stop"][1] == kept[1]
+
+
+def test_a_run_goes_on_with_the_same_secrets_and_with_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_text, "_SECRETS", {})
+
+    def made(token: str) -> dict:
+        monkeypatch.setenv("MY_TOKEN", token)
+        run = compose([*SHORT, *SECRETS])
+        return fingerprint(run, prepare(run, RunDir(tmp_path)).model, 4)
+
+    ours = made("a-token-of-mine")
+    assert check_same_run(made("a-token-of-mine"), ours, "run", False) == ""
+    # a file that has the text itself
+    (tmp_path / "fingerprint.json").write_text(
+        json.dumps(ours).replace(word := ours["generation"]["stop"][0], "a-token-of-mine")
+    )
+    assert read_fingerprint(tmp_path / "fingerprint.json") == json.loads(json.dumps(ours))
+    with pytest.raises(ValueError, match="generation.stop: ") as found:
+        check_same_run(made("another-token"), ours, "run", False)
+    assert "another-token" not in visible(str(found.value)) and word in str(found.value)
 
 
 def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_and_learns_it(tmp_path):
