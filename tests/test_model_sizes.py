@@ -7,7 +7,7 @@ import pytest
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.sizes import described, sized
+from tunix_lite.models.sizes import shape_line, sized
 from tunix_lite.models.source import locate, settings_to_keep
 from tunix_lite.models.weights import num_params
 from tunix_lite.planning.report import Plans, short_form
@@ -80,7 +80,7 @@ def test_the_shape_is_shown_and_kept():
     plans = make_plans(run, PlanConfig(target="h100x1", analytic=True), [])
     count = num_params(decoder.weights(found.cfg))
     lines = "\n".join(short_form(Plans(plans.plans)))
-    assert f"model      {count:,} parameters" in lines and f"shape      {described(found.cfg)}" in lines
+    assert f"model      {count:,} parameters" in lines and f"shape      {shape_line(found.cfg)}" in lines
     kept = json.loads(json.dumps(settings_to_keep(run.model, found, 0)))["model"]
     assert kept["target_params"] is None, "a later tokenizer or rule must not change a model that is trained"
     assert kept["architecture"]["num_layers"] == found.cfg.num_layers

@@ -101,7 +101,7 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
     return shape(*min(near)[1])
 
 
-def described(cfg: Architecture) -> str:
+def shape_line(cfg: Architecture) -> str:
     """The sizes of a decoder in words."""
     return (
         f"{cfg.num_layers} layers of width {cfg.embed_dim}, {cfg.num_heads} heads of "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.sizes import described
+from tunix_lite.models.sizes import shape_line
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
@@ -53,7 +53,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
         f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
         f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
         f"{training.remat}",
-        *([f"shape      {described(resolved.cfg)}"] if has_rule else []),
+        *([f"shape      {shape_line(resolved.cfg)}"] if has_rule else []),
         f"batch      {resolved.batch}, of {prompt} + {new} tokens",
         *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "

@@ -63,10 +63,9 @@ def fingerprint(
     evaluation = plain(run.evaluation)
     # how often a run looks changes nothing of what it learns
     del evaluation["_target_"], evaluation["interval_steps"]
-    task = plain(run.task)
     # the digests of `data` say which rows there are
-    task.pop("held_out_every", None)
-    task.pop("cache", None)
+    left_out = ("held_out_every", "cache")
+    task = {name: value for name, value in plain(run.task).items() if name not in left_out}
     # with the commits that were read
     task |= {k: pinned(task[k], at) for k, at in HUB_SETTINGS.items() if is_hub(task.get(k))}
     for reward in task.get("rewards", {}).values():
@@ -109,9 +108,7 @@ def fingerprint(
     if run.model.template:
         values["template"] = plain(run.model.template)
     if frozen_models:
-        digests = {
-            name: source.weights_digest(frozen) for name, frozen in frozen_models.items()
-        }
+        digests = {name: source.weights_digest(one) for name, one in frozen_models.items()}
         values["frozen_weights"] = digests
     if run.task.environment is None:
         task.pop("environment", None)

@@ -545,7 +545,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     precision += float32_products(run.training.mixed_precision, device.platform)
     rows.append(("model", f"{size(parts.model)}, weights {run.model.weights}, {precision}"))
     if run.model.target_params is not None:
-        rows.append(("shape", sizes.described(parts.model.cfg)))
+        rows.append(("shape", sizes.shape_line(parts.model.cfg)))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
     if run.model.chat_template or run.model.template:
