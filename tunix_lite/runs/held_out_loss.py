@@ -44,6 +44,9 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
         policy = replace(policy, compare=compare_later)
     with error_context("evaluation", RunFailed):
         examples = task.held_out(run.loss_examples, is_learned=True)
+        # a small text holds out no document
+        if not examples:
+            return {}
         batch, collected, _ = run.algorithm.collect(
             policy, task, params, examples, learner.seed_key
         )

@@ -428,6 +428,8 @@ class Watch:
         if session.run.evaluation.num_examples:
             session.console.show("measuring held-out accuracy")
             metrics |= self.sampled(is_first)
+        if not metrics:
+            return {}
         session.status.record(metrics)
         return {**metrics, "time/eval": time.perf_counter() - began}
 
