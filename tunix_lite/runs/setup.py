@@ -362,6 +362,12 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             first, _ = task.batch(num_prompts, run.seed, 0)
             for name in task.learned:
                 task.demonstrations(first, name)
+            ranks = run.training.ranks and run.training.best_metric.startswith("eval/")
+            if (run.evaluation.loss_examples or ranks) and not len(run.task.source.held_out):
+                raise ValueError(
+                    "no document is held out, whose loss is to be measured: "
+                    "task.held_out_every=10 holds out one in ten, task.held_out names a file"
+                )
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
@@ -572,8 +578,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
-    if run.loss_examples:
-        count = min(run.loss_examples, len(run.task.source.held_out))
+    if count := min(run.loss_examples, len(run.task.source.held_out)):
         rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
     if run.training.ranks:
         rows.append(("best", run.training.use_of_best))
