@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from tunix_lite.basics.addresses import address_of
+from tunix_lite.basics.buckets import bring
+from tunix_lite.basics.locks import LOCK, is_held
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.bucket_folder import hold_bucket
 
-# The lock file in the folder. It stays there, and holds the name of the last owner.
-LOCK = ".lock"
 # Errors of a file system that has no locks: there, nothing keeps a second run out.
 _CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds between two attempts to take the lock.
@@ -23,9 +25,10 @@ POLL = 0.2
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
-    """A context in which no other process can lock the folder, which is made if need be. Raises
-    ValueError if another process has the lock for `timeout` seconds, or .lock is a folder."""
+def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
+    """A context in which no other process can lock the folder, which is made if need be. Gives the
+    last owner of the lock, who is gone; None where the file system has no locks. Raises ValueError
+    if another process has the lock for `timeout` seconds, or .lock is a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LOCK).is_dir():
         raise ValueError(
@@ -38,11 +41,13 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                before = lock_owner(folder)
                 break
             except BlockingIOError:
                 pass
             except OSError as error:
                 if error.errno in _CANNOT_LOCK:
+                    before = None
                     break
                 raise
             if other is None:
@@ -62,7 +67,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {socket.gethostname()}, since {now}\n")
         file.flush()
         os.fsync(file.fileno())
-        yield
+        yield before
 
 
 @contextlib.contextmanager
@@ -74,7 +79,10 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         error = None
         if join.is_first():
             try:
-                until_done.enter_context(lock_folder(folder, timeout))
+                before = until_done.enter_context(lock_folder(folder, timeout))
+                if address_of(folder) is not None:
+                    owner = str(lock_owner(folder))
+                    until_done.enter_context(hold_bucket(folder, owner, before, timeout))
             except ValueError as problem:
                 error = str(problem)
         join.agree({}, error)
@@ -86,6 +94,11 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
             "all hosts must see it"
         )
+        if address_of(folder) is not None:
+            error = (
+                f"hydra.run.dir={address_of(folder)}: processes on several machines cannot write "
+                "to a bucket by its address; mount it as a folder that all machines see"
+            )
         # On a network disk it may take some seconds.
         deadline = time.monotonic() + 10
         while not (is_same := lock_owner(folder) == owner) and time.monotonic() < deadline:
@@ -94,22 +107,22 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         yield
 
 
+def bring_for_all(folder: Path) -> None:
+    """Brings a run's folder from its bucket, if it lies in one and no run of this machine has it.
+    Raises ValueError on all processes."""
+    address = address_of(folder)
+    error = None
+    if address is not None:
+        try:
+            if join.is_first() and not is_held(folder):
+                bring(address, is_mine=True)
+        except ValueError as problem:
+            error = str(problem)
+        join.agree({}, error)
+
+
 def lock_owner(folder: Path) -> str | None:
     """The text in the lock file, which no two locks share; None if there is none."""
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None
-
-
-def is_held(folder: Path) -> bool | None:
-    """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
-    seen."""
-    try:
-        with (folder / LOCK).open() as file:
-            # A shared lock is refused while a run has its own, and is gone with the file.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
-from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.basics.addresses import is_address
+from tunix_lite.basics.untrusted import as_path, is_deeper
 
 ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too
@@ -112,9 +112,10 @@ def rows_of(
     file: str, kind: str, on_error: str = "raise", checker: RowChecker | None = None
 ) -> Rows:
     """Reads the rows of a file, as it is now; the second time a start finds them here."""
+    if is_address(file):
+        file = str(as_path(file))
     if not Path(file).is_file():
-        why = f": {NO_ADDRESSES}" if is_address(file) else " is not a file"
-        raise ValueError(f"{file}{why}")
+        raise ValueError(f"{file} is not a file")
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
     return _rows_with(content, file, kind, on_error, checker)

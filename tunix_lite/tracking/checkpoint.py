@@ -26,6 +26,7 @@ from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params, TrainState
 from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.bucket_folder import held_bucket
 
 # nested arrays, or shapes of arrays
 Tree = TrainState | dict[str, Params]
@@ -106,11 +107,14 @@ class Checkpoints:
         thread."""
         self._check_there()
         about, in_flight = self._saving
+        bucket = held_bucket(self.folder)
         for half in self.folder.glob(f"{about['step']}.*tmp*"):
             (half / _ABOUT).write_text(json.dumps(about) + "\n")
             if in_flight is not None:
                 np.savez_compressed(half / _IN_FLIGHT, **in_flight)
             digests.write_digests(half, _LATER)
+            if bucket is not None:
+                bucket.save(half, self.folder / str(about["step"]))
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order; [] if there is no folder. Raises OSError."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.basics import untrusted
+from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.plain_text import encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
@@ -288,7 +289,7 @@ class Status:
             texts += [f"{as_words(x)} {first[x]:.1%} → {last[x]:.1%}" for x in known]
             lines.append((", ".join(texts), "bold green"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
-        lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
+        lines.append((f"{steps}; everything is in {shown_place(self._run_dir.path)}", ""))
         if self.stopped:
             anew = "begins anew, as no step was made"
             does = f"with {resume_hint} goes on" if self.steps else anew

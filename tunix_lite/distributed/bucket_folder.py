@@ -1,0 +1,262 @@
+"""The folder of a run that lies in a bucket. A bucket has no locks and no appending, so the run
+works in the folder's place on this machine; an object says that it does (a lease), and what changes
+is copied. A checkpoint is copied before it gets its name, and its last object makes it whole."""
+
+import contextlib
+import errno
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tunix_lite.basics.addresses import address_of
+from tunix_lite.basics.buckets import LEASE, STEP, WHOLE, bring, explained, store_of
+from tunix_lite.basics.errors import RunFailed
+
+# Seconds between two signs of life, and without one until another run takes the folder. The one
+# that waits counts them by its own clock: no two clocks are compared.
+BEAT = 10.0
+DEAD = 60.0
+# Seconds between two copies of the files that have changed.
+COPY = 30.0
+
+# those that this process has, by their places
+_HELD: dict[Path, "BucketFolder"] = {}
+
+
+def held_bucket(path: Path) -> "BucketFolder | None":
+    """The folder in a bucket that this process has and that this path is in; None: there is
+    none."""
+    return next((held for place, held in _HELD.items() if path.is_relative_to(place)), None)
+
+
+@contextlib.contextmanager
+def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> Iterator[None]:
+    """A context in which the bucket's folder is this run's. Its files are in `place`, and what
+    changes there is copied until the end.
+
+    owner: of the lock on `place`, and `before` the one before, which is dead. Raises ValueError if
+    another run has the folder for `timeout` seconds, and RunFailed if the last copy fails.
+    """
+    held = BucketFolder(place, owner)
+    with explained(place):
+        held.take(before, timeout)
+    try:
+        bring(str(address_of(place)), is_mine=True)
+        held.forget_unfinished()
+        _HELD[place] = held
+        ended = threading.Event()
+        works = [(BEAT, held.beat), (COPY, held.copy)]
+        threads = [threading.Thread(target=_repeat, args=(ended, *work)) for work in works]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+            del _HELD[place]
+            is_failing = sys.exc_info()[0] is not None
+            try:
+                held.copy()
+            except OSError as error:
+                text = (
+                    f"{error.strerror}; the files of the last {COPY:g} s are in {place} only"
+                )
+                if not is_failing:
+                    raise RunFailed(text) from error
+                print(f"error: {text}", file=sys.stderr, flush=True)
+    finally:
+        with contextlib.suppress(OSError):
+            held.release()
+
+
+def _repeat(ended: threading.Event, seconds: float, work: Callable[[], None]) -> None:
+    """Works every so many seconds. What fails is tried again; a save will raise what lasts."""
+    while not ended.wait(seconds):
+        with contextlib.suppress(OSError):
+            work()
+
+
+class BucketFolder:
+    """A run's folder in a bucket, as the process sees it that has its lease.
+    Example: `held_bucket(run_dir.path).copy()` takes what has changed to the bucket now."""
+
+    def __init__(self, place: Path, owner: str):
+        """owner: a text that no two runs share."""
+        self.place = place
+        self.owner = owner
+        self._fs, self._root = store_of(place)
+        # leases are numbered, and each is created once: whoever creates the next has the folder
+        self._number = 0
+        self._beats = 0
+        # files as they were copied, and checkpoints that the bucket has
+        self._copied: dict[str, tuple[int, int]] = {}
+        self._copying = threading.Lock()
+        self._steps: set[int] = set()
+
+    # ---- the lease
+
+    def take(self, dead: str | None, timeout: float) -> None:
+        """Takes the lease. dead: an owner that is known to be dead. Raises ValueError if its owner
+        lives for `timeout` seconds."""
+        started = time.monotonic()
+        seen, since, beats = "", started, 0
+        while True:
+            number, text = self._newest()
+            lease = json.loads(text or "{}")
+            other = lease.get("owner", "")
+            if lease.get("held") and other != dead:
+                now = time.monotonic()
+                if not seen:
+                    who = f"{address_of(self.place)}, which is in use by {other}"
+                    wait = (
+                        f"waiting for {who}; without a sign of life it is free in {DEAD:g} s"
+                    )
+                    print(wait, file=sys.stderr, flush=True)
+                if text != seen:
+                    beats += bool(seen)
+                    seen, since = text, now
+                if beats and now - started > timeout:
+                    raise ValueError(
+                        f"{address_of(self.place)} is in use by {other}, and was for "
+                        f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
+                    )
+                if now - since < DEAD:
+                    time.sleep(min(1.0, DEAD / 10))
+                    continue
+                text = f"{other} gave no sign of life for {DEAD:g} s, by the clock of this machine"
+                print(f"{text}: this run takes its place", file=sys.stderr, flush=True)
+            self._number = number + 1
+            try:
+                self._fs.pipe_file(self._object(), self._lease(held=True), mode="create")
+            # What the stores raise is not known here. It may be ours though the answer was lost.
+            except Exception:
+                newest, text = self._newest()
+                if newest == number:
+                    raise
+                if json.loads(text).get("owner") != self.owner:
+                    continue
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._object(number))
+            return
+
+    def _newest(self) -> tuple[int, str]:
+        """The number of the newest lease, and its text; (0, "") if there is none."""
+        names = self._fs.find(f"{self._root}/{LEASE}")
+        number = max((int(name.rpartition("/")[2]) for name in names), default=0)
+        try:
+            return number, self._fs.cat_file(self._object(number)).decode() if number else ""
+        # The next one was created, and this one removed.
+        except FileNotFoundError:
+            return self._newest()
+
+    def _object(self, number: int | None = None) -> str:
+        return f"{self._root}/{LEASE}/{number or self._number:06d}"
+
+    def _lease(self, held: bool) -> bytes:
+        return json.dumps({"owner": self.owner, "held": held, "beats": self._beats}).encode()
+
+    def check(self) -> None:
+        """Raises OSError if another run has the folder now, or the store cannot be reached."""
+        with self._as_os_error():
+            number, text = self._newest()
+            if number != self._number:
+                other = json.loads(text).get("owner")
+                raise ValueError(
+                    f"{address_of(self.place)} was taken by {other}, as this run gave no sign of "
+                    f"life for {DEAD:g} s"
+                )
+
+    def beat(self) -> None:
+        """Gives a sign of life. Raises OSError as `check`."""
+        self.check()
+        self._beats += 1
+        with self._as_os_error():
+            self._fs.pipe_file(self._object(), self._lease(held=True))
+
+    def release(self) -> None:
+        """Leaves the folder to others. Raises OSError as `check`."""
+        self.check()
+        with self._as_os_error():
+            self._fs.pipe_file(self._object(), self._lease(held=False))
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        """Inside, errors of the store become OSError of the folder, which end a run with the
+        remedy."""
+        try:
+            with explained(self.place):
+                yield
+        except ValueError as error:
+            raise OSError(errno.EREMOTEIO, str(error), str(self.place)) from error
+
+    # ---- its files
+
+    def copy(self) -> None:
+        """Copies the files that have changed, and removes checkpoints that orbax has removed here.
+        Raises OSError as `check`."""
+        self.check()
+        with self._copying, self._as_os_error():
+            changed = {}
+            stats = {}
+            for file in sorted(self.place.rglob("*")):
+                name = file.relative_to(self.place).as_posix()
+                is_apart = name == ".lock" or name.startswith(("checkpoints/", "reference/"))
+                if is_apart or name.endswith(".tmp") or not file.is_file():
+                    continue
+                stat = (file.stat().st_size, file.stat().st_mtime_ns)
+                if self._copied.get(name) != stat:
+                    # A file may grow meanwhile: what is read now is sent.
+                    changed[f"{self._root}/{name}"] = file.read_bytes()
+                    stats[name] = stat
+            if changed:
+                self._fs.pipe(changed)
+            self._copied |= stats
+
+            # orbax has removed old ones here; the newest stays in the bucket in any case.
+            here = {
+                int(p.name) for p in self.place.glob("checkpoints/*") if p.name.isdecimal()
+            }
+            for step in sorted(self._steps - here):
+                if here and step < max(here):
+                    self._remove(f"checkpoints/{step}/")
+                    self._steps.remove(step)
+
+    def save(self, half: Path, step: Path) -> None:
+        """Copies a checkpoint whose files are in `half` and which will be called `step` here. It is
+        whole in the bucket when this returns, and so is what was written before it. Raises OSError
+        as `check`."""
+        self.copy()
+        name = f"{step.relative_to(self.place).as_posix()}/"
+        files = [file for file in half.rglob("*") if file.is_file()]
+        there = [f"{self._root}/{name}{file.relative_to(half).as_posix()}" for file in files]
+        with self._as_os_error():
+            self._remove(name)
+            self._fs.put([str(file) for file in files], there)
+        self.check()
+        with self._as_os_error():
+            self._fs.pipe_file(f"{self._root}/{name}{WHOLE}", b"all files are here")
+        if step.parent.name == "checkpoints":
+            self._steps.add(int(step.name))
+
+    def forget_unfinished(self) -> None:
+        """Removes checkpoints that a dead run has left unfinished. Raises OSError as `check`."""
+        with self._as_os_error():
+            names = [name.removeprefix(f"{self._root}/") for name in self._fs.find(self._root)]
+            for step in {match[0] for match in map(STEP.match, names) if match}:
+                if step + WHOLE not in names:
+                    self._remove(step)
+                elif step.startswith("checkpoints/"):
+                    self._steps.add(int(step.split("/")[1]))
+
+    def _remove(self, step: str) -> None:
+        """Removes a checkpoint, and first the object that makes it whole."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{step}{WHOLE}")
+        if names := self._fs.find(f"{self._root}/{step}"):
+            self._fs.rm(names)
