@@ -1,7 +1,9 @@
 """Runs, weights and data in a bucket. The store here is a folder behind fsspec; tests/bucket_kills.py has real ones."""
 
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -24,8 +26,17 @@ def store(tmp_path, monkeypatch) -> Path:
     from fsspec.implementations.dirfs import DirFileSystem
     from fsspec.implementations.local import LocalFileSystem
 
+    class Objects(LocalFileSystem):
+        """As in a store, objects appear as a whole, and one can be created only if it is not there."""
+
+        def pipe_file(self, path, value, mode="overwrite"):
+            half = Path(tempfile.mkstemp(dir=tmp_path)[1])
+            half.write_bytes(value)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            (os.link if mode == "create" else os.replace)(half, path)
+
     folder = tmp_path / "store"
-    system = DirFileSystem(path=str(folder), fs=LocalFileSystem(auto_mkdir=True))
+    system = DirFileSystem(path=str(folder), fs=Objects(auto_mkdir=True))
     monkeypatch.setattr(buckets, "file_system", lambda scheme: system)
     monkeypatch.setenv(addresses.COPIES, str(tmp_path / "here"))
     buckets.brought.cache_clear()

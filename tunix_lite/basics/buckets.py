@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tunix_lite.basics.addresses import STORES, address_of, place_of
 from tunix_lite.basics.locks import is_held
+from tunix_lite.basics.plain_text import shown
 
 if TYPE_CHECKING:
     import fsspec
@@ -88,6 +89,11 @@ def bring(address: str, only: Sequence[str] = ("*",), is_mine: bool = False) -> 
             name.removeprefix(root).lstrip("/"): info
             for name, info in fs.find(root, detail=True).items()
         }
+        # The bucket may be somebody else's.
+        if outside := [name for name in there if ".." in name.split("/")]:
+            raise ValueError(
+                f"{address} holds {shown(outside[0])}, which is no name of a file"
+            )
         steps = {match[0] for match in map(STEP.match, there) if match}
         whole = {step for step in steps if step + WHOLE in there}
         names = [n for n in there if not STEP.match(n) and not n.startswith(f"{LEASE}/")]
@@ -96,7 +102,10 @@ def bring(address: str, only: Sequence[str] = ("*",), is_mine: bool = False) -> 
 
         # What is gone in the bucket is gone here, too.
         file.seek(0)
-        known = json.loads(file.read() or "{}")
+        known = {}
+        # A kill may have cut it off.
+        with contextlib.suppress(ValueError):
+            known = json.loads(file.read())
         gone = [name for name in known if name not in names]
         if is_mine or RUN in names:
             local = [path.relative_to(place).as_posix() for path in place.rglob("*")]

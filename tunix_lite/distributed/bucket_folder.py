@@ -44,42 +44,46 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
     with explained(place):
         held.take(before, timeout)
     try:
-        bring(str(address_of(place)), is_mine=True)
-        held.forget_unfinished()
-        _HELD[place] = held
-        ended = threading.Event()
-        works = [(BEAT, held.beat), (COPY, held.copy)]
-        threads = [threading.Thread(target=_repeat, args=(ended, *work)) for work in works]
-        for thread in threads:
-            thread.daemon = True
-            thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
-            del _HELD[place]
-            is_failing = sys.exc_info()[0] is not None
+        with _repeated(BEAT, held.beat):
+            bring(str(address_of(place)), is_mine=True)
+            held.forget_unfinished()
+            _HELD[place] = held
             try:
-                held.copy()
-            except OSError as error:
-                text = (
-                    f"{error.strerror}; the files of the last {COPY:g} s are in {place} only"
-                )
-                if not is_failing:
-                    raise RunFailed(text) from error
-                print(f"error: {text}", file=sys.stderr, flush=True)
+                with _repeated(COPY, held.copy):
+                    yield
+            finally:
+                del _HELD[place]
+                is_failing = sys.exc_info()[0] is not None
+                try:
+                    held.copy()
+                except OSError as error:
+                    left = f"what was written in the last {COPY:g} s is in {place} only"
+                    if not is_failing:
+                        raise RunFailed(f"{error.strerror}; {left}") from error
+                    print(f"error: {error.strerror}; {left}", file=sys.stderr, flush=True)
     finally:
         with contextlib.suppress(OSError):
             held.release()
 
 
-def _repeat(ended: threading.Event, seconds: float, work: Callable[[], None]) -> None:
-    """Works every so many seconds. What fails is tried again; a save will raise what lasts."""
-    while not ended.wait(seconds):
-        with contextlib.suppress(OSError):
-            work()
+@contextlib.contextmanager
+def _repeated(seconds: float, work: Callable[[], None]) -> Iterator[None]:
+    """Inside, a thread works every so many seconds. What fails is tried again: a save will raise
+    what lasts."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            with contextlib.suppress(OSError):
+                work()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class BucketFolder:
@@ -94,6 +98,8 @@ class BucketFolder:
         # leases are numbered, and each is created once: whoever creates the next has the folder
         self._number = 0
         self._beats = 0
+        # why this run may no longer write
+        self.lost: str | None = None
         # files as they were copied, and checkpoints that the bucket has
         self._copied: dict[str, tuple[int, int]] = {}
         self._copying = threading.Lock()
@@ -133,7 +139,7 @@ class BucketFolder:
                 print(f"{text}: this run takes its place", file=sys.stderr, flush=True)
             self._number = number + 1
             try:
-                self._fs.pipe_file(self._object(), self._lease(held=True), mode="create")
+                self._fs.pipe_file(self._object(self._number), self._lease(held=True), mode="create")
             # What the stores raise is not known here. It may be ours though the answer was lost.
             except Exception:
                 newest, text = self._newest()
@@ -141,8 +147,9 @@ class BucketFolder:
                     raise
                 if json.loads(text).get("owner") != self.owner:
                     continue
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._object(number))
+            if number:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._object(number))
             return
 
     def _newest(self) -> tuple[int, str]:
@@ -155,8 +162,8 @@ class BucketFolder:
         except FileNotFoundError:
             return self._newest()
 
-    def _object(self, number: int | None = None) -> str:
-        return f"{self._root}/{LEASE}/{number or self._number:06d}"
+    def _object(self, number: int) -> str:
+        return f"{self._root}/{LEASE}/{number:06d}"
 
     def _lease(self, held: bool) -> bytes:
         return json.dumps({"owner": self.owner, "held": held, "beats": self._beats}).encode()
@@ -167,23 +174,24 @@ class BucketFolder:
             number, text = self._newest()
             if number != self._number:
                 other = json.loads(text).get("owner")
-                raise ValueError(
+                self.lost = (
                     f"{address_of(self.place)} was taken by {other}, as this run gave no sign of "
                     f"life for {DEAD:g} s"
                 )
+                raise ValueError(self.lost)
 
     def beat(self) -> None:
         """Gives a sign of life. Raises OSError as `check`."""
         self.check()
         self._beats += 1
         with self._as_os_error():
-            self._fs.pipe_file(self._object(), self._lease(held=True))
+            self._fs.pipe_file(self._object(self._number), self._lease(held=True))
 
     def release(self) -> None:
         """Leaves the folder to others. Raises OSError as `check`."""
         self.check()
         with self._as_os_error():
-            self._fs.pipe_file(self._object(), self._lease(held=False))
+            self._fs.pipe_file(self._object(self._number), self._lease(held=False))
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
@@ -245,8 +253,9 @@ class BucketFolder:
             self._steps.add(int(step.name))
 
     def forget_unfinished(self) -> None:
-        """Removes checkpoints that a dead run has left unfinished. Raises OSError as `check`."""
-        with self._as_os_error():
+        """Removes checkpoints that a dead run has left unfinished. Raises ValueError if the store
+        cannot be reached."""
+        with explained(self.place):
             names = [name.removeprefix(f"{self._root}/") for name in self._fs.find(self._root)]
             for step in {match[0] for match in map(STEP.match, names) if match}:
                 if step + WHOLE not in names:

@@ -342,7 +342,11 @@ class Checkpoints:
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the run's folder, or that of its checkpoints, was replaced."""
+        """Raises OSError if the run's folder, or that of its checkpoints, was replaced, or another
+        run has it in its bucket."""
+        bucket = held_bucket(self.folder)
+        if bucket is not None and bucket.lost is not None:
+            raise OSError(errno.EREMOTEIO, bucket.lost, str(self.folder))
         for folder, known in ((self.folder.parent, self._parent), (self.folder, self._own)):
             if known is not None and _identity(folder) != known:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
