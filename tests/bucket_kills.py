@@ -31,7 +31,7 @@ import fsspec
 import recorded_runs
 
 LIMIT = 3600  # seconds until the server ends
-STEPS = 24
+STEPS = 150
 SETTINGS = (
     *(word for word in recorded_runs.BASE if not word.startswith(("training.max_steps", "training.save_interval"))),
     f"training.max_steps={STEPS}",
@@ -90,7 +90,8 @@ def in_the_bucket(store: str) -> tuple[int, list[int]]:
     """The newest whole checkpoint of the run (0: none), and the steps that metrics.jsonl has in full."""
     fs = fsspec.filesystem(store, use_listings_cache=False)
     names = fs.find("bucket/runs/one")
-    whole = [int(n.split("/")[-2]) for n in names if "/checkpoints/" in n and n.endswith("/commit_success.txt")]
+    marks = [name.split("/") for name in names if name.endswith("/commit_success.txt")]
+    whole = [int(parts[-2]) for parts in marks if parts[-3] == "checkpoints"]
     lines = fs.cat_file("bucket/runs/one/metrics.jsonl").split(b"\n")[:-1] if whole else []
     return max(whole, default=0), [json.loads(line)["step"] for line in lines]
 
@@ -100,7 +101,9 @@ def main() -> int:
     parser.add_argument("--store", choices=["s3", "gs"], required=True)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--moves", type=int, default=2, help="kills after which another machine goes on")
-    parser.add_argument("--longest", type=float, default=30, help="seconds that a start lives at most")
+    parser.add_argument(
+        "--longest", type=float, default=4, help="seconds that a start goes on after its first step, at most"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", default=sys.executable, help="the Python whose packages have the servers")
     given = parser.parse_args()
@@ -131,13 +134,22 @@ def killed_and_compared(given: argparse.Namespace, draw: random.Random, folder: 
         machine += kill in moves
         here = variables | {"TUNIX_LITE_BUCKETS": str(folder / f"machine{machine}")}
         process = started(address, log, here)
-        # It has ended by itself: begin anew, so that every kill meets a run that is under way.
-        seconds = draw.uniform(3, given.longest) + 60 * (kill in moves)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        # A quarter of the kills come while it starts, the others soon after its first steps.
+        began = time.monotonic()
+        if draw.random() < 0.25:
+            until = began + draw.uniform(2, 20)
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+        else:
+            place = folder / f"machine{machine}" / given.store / "bucket" / "runs" / "one"
+            while process.poll() is None and recorded_runs.last_logged_step(place) <= max(newest, 0):
+                assert time.monotonic() < began + 300, log.read_text()[-3000:]
+                time.sleep(0.1)
+            time.sleep(draw.uniform(0, given.longest))
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+        code = process.wait()
+        seconds = time.monotonic() - began
         step, rows = in_the_bucket(given.store)
         print(f"kill {kill + 1} after {seconds:.1f} s on machine {machine}: exit {code}, checkpoint {step}", flush=True)
         if code not in (0, -signal.SIGKILL):
