@@ -120,6 +120,13 @@ def main() -> int:
             server.wait()
 
 
+def is_under_way(place: Path, checkpoint: int, since: float) -> bool:
+    """Whether this start has made steps after the checkpoint: what an earlier one left is older."""
+    file = place / "metrics.jsonl"
+    is_new = file.exists() and file.stat().st_mtime > since
+    return is_new and recorded_runs.last_logged_step(place) > checkpoint + 2
+
+
 def killed_and_compared(given: argparse.Namespace, draw: random.Random, folder: Path, variables: dict) -> int:
     address = f"{given.store}://bucket/runs/one"
     log = folder / "runs.log"
@@ -135,14 +142,14 @@ def killed_and_compared(given: argparse.Namespace, draw: random.Random, folder: 
         here = variables | {"TUNIX_LITE_BUCKETS": str(folder / f"machine{machine}")}
         process = started(address, log, here)
         # A quarter of the kills come while it starts, the others soon after its first steps.
-        began = time.monotonic()
+        began, day = time.monotonic(), time.time()
         if draw.random() < 0.25:
             until = began + draw.uniform(2, 20)
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
         else:
             place = folder / f"machine{machine}" / given.store / "bucket" / "runs" / "one"
-            while process.poll() is None and recorded_runs.last_logged_step(place) <= max(newest, 0):
+            while process.poll() is None and not is_under_way(place, newest, day):
                 assert time.monotonic() < began + 300, log.read_text()[-3000:]
                 time.sleep(0.1)
             time.sleep(draw.uniform(0, given.longest))

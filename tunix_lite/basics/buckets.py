@@ -68,13 +68,19 @@ def explained(place: Path) -> Iterator[None]:
         raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
 
 
-def bring(address: str, only: Sequence[str] = ("*",), is_mine: bool = False) -> Path:
+def bring(
+    address: str,
+    only: Sequence[str] = ("*",),
+    is_mine: bool = False,
+    with_arrays: bool = True,
+) -> Path:
     """Brings a file or a folder to its place, as far as it is not there already. Returns the place.
 
     only: patterns of the names to bring. is_mine: this process will write there; the folder may not
     be there yet, and what the bucket does not hold is removed from its place. Otherwise a place in
-    which a run of this machine writes stays as it is. Raises ValueError if nothing has that name,
-    or the store cannot be reached.
+    which a run of this machine writes stays as it is. with_arrays: False: of checkpoints only the
+    files beside their arrays. Raises ValueError if nothing has that name, or the store cannot be
+    reached.
     """
     place = place_of(address)
     record = place.parent / f".{place.name}.bucket"
@@ -131,7 +137,10 @@ def bring(address: str, only: Sequence[str] = ("*",), is_mine: bool = False) -> 
         _get(fs, root, place, wanted)
         known |= {name: now(name) for name in wanted}
         for step in sorted(whole):
-            _bring_step(fs, root, place, step, [n for n in there if n.startswith(step)])
+            inside = [name for name in there if name.startswith(step)]
+            if not with_arrays:
+                inside = [name for name in inside if name.count("/") == step.count("/")]
+            _bring_step(fs, root, place, step, inside)
         file.truncate(0)
         file.write(json.dumps(known))
     return place

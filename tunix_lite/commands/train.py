@@ -193,7 +193,8 @@ def join(run: RunConfig) -> None:
             # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
         ours = process_info(
-            values | ({"hydra": {"run.dir": run_dir}} if run_dir else {}), folder
+            values | ({"hydra": {"run.dir": shown_place(Path(run_dir))}} if run_dir else {}),
+            folder,
         )
         try:
             place, agreed = initialise(run.launch, os.environ, ours)

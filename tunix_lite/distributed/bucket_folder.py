@@ -14,6 +14,7 @@ from pathlib import Path
 from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.buckets import LEASE, STEP, WHOLE, bring, explained, store_of
 from tunix_lite.basics.errors import RunFailed
+from tunix_lite.distributed import join
 
 # Seconds between two signs of life, and without one until another run takes the folder. The one
 # that waits counts them by its own clock: no two clocks are compared.
@@ -32,6 +33,17 @@ def held_bucket(path: Path) -> "BucketFolder | None":
     return next((held for place, held in _HELD.items() if path.is_relative_to(place)), None)
 
 
+def writes_directly(path: Path) -> bool:
+    """Whether orbax writes checkpoints at this path to their bucket itself: each of several
+    processes its own arrays. orbax has a driver for gs:// alone."""
+    return len(join.hosts()) > 1 and (address_of(path) or "").startswith("gs://")
+
+
+def bring_run(place: Path) -> None:
+    """Brings the folder of a run that this process will write to. Raises ValueError as `bring`."""
+    bring(str(address_of(place)), is_mine=True, with_arrays=not writes_directly(place))
+
+
 @contextlib.contextmanager
 def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> Iterator[None]:
     """A context in which the bucket's folder is this run's. Its files are in `place`, and what
@@ -45,7 +57,7 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
         held.take(before, timeout)
     try:
         with _repeated(BEAT, held.beat):
-            bring(str(address_of(place)), is_mine=True)
+            bring_run(place)
             held.forget_unfinished()
             _HELD[place] = held
             try:
@@ -60,10 +72,14 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
                     left = f"what was written in the last {COPY:g} s is in {place} only"
                     if not is_failing:
                         raise RunFailed(f"{error.strerror}; {left}") from error
-                    print(f"error: {error.strerror}; {left}", file=sys.stderr, flush=True)
+                    _say(f"error: {error.strerror}; {left}")
     finally:
         with contextlib.suppress(OSError):
-            held.release()
+            held.beat(is_held=False)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -95,7 +111,8 @@ class BucketFolder:
         self.place = place
         self.owner = owner
         self._fs, self._root = store_of(place)
-        # leases are numbered, and each is created once: whoever creates the next has the folder
+        # Leases are numbered, and each is created once: whoever creates the next has the folder.
+        self._leases = f"{self._root}/{LEASE}"
         self._number = 0
         self._beats = 0
         # why this run may no longer write
@@ -119,11 +136,10 @@ class BucketFolder:
             if lease.get("held") and other != dead:
                 now = time.monotonic()
                 if not seen:
-                    who = f"{address_of(self.place)}, which is in use by {other}"
-                    wait = (
-                        f"waiting for {who}; without a sign of life it is free in {DEAD:g} s"
+                    _say(
+                        f"waiting for {address_of(self.place)}, which is in use by {other}; "
+                        f"without a sign of life it is free in {DEAD:g} s"
                     )
-                    print(wait, file=sys.stderr, flush=True)
                 if text != seen:
                     beats += bool(seen)
                     seen, since = text, now
@@ -135,11 +151,11 @@ class BucketFolder:
                 if now - since < DEAD:
                     time.sleep(min(1.0, DEAD / 10))
                     continue
-                text = f"{other} gave no sign of life for {DEAD:g} s, by the clock of this machine"
-                print(f"{text}: this run takes its place", file=sys.stderr, flush=True)
+                silent = f"{other} gave no sign of life for {DEAD:g} s"
+                _say(f"{silent}, by the clock of this machine: this run takes its place")
             self._number = number + 1
             try:
-                self._fs.pipe_file(self._object(self._number), self._lease(held=True), mode="create")
+                self._write(mode="create")
             # What the stores raise is not known here. It may be ours though the answer was lost.
             except Exception:
                 newest, text = self._newest()
@@ -149,24 +165,23 @@ class BucketFolder:
                     continue
             if number:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._object(number))
+                    self._fs.rm_file(f"{self._leases}/{number:06d}")
             return
 
     def _newest(self) -> tuple[int, str]:
         """The number of the newest lease, and its text; (0, "") if there is none."""
-        names = self._fs.find(f"{self._root}/{LEASE}")
+        names = self._fs.find(self._leases)
         number = max((int(name.rpartition("/")[2]) for name in names), default=0)
         try:
-            return number, self._fs.cat_file(self._object(number)).decode() if number else ""
+            return number, self._fs.cat_file(max(names)).decode() if names else ""
         # The next one was created, and this one removed.
         except FileNotFoundError:
             return self._newest()
 
-    def _object(self, number: int) -> str:
-        return f"{self._root}/{LEASE}/{number:06d}"
-
-    def _lease(self, held: bool) -> bytes:
-        return json.dumps({"owner": self.owner, "held": held, "beats": self._beats}).encode()
+    def _write(self, is_held: bool = True, mode: str = "overwrite") -> None:
+        lease = {"owner": self.owner, "held": is_held, "beats": self._beats}
+        name = f"{self._leases}/{self._number:06d}"
+        self._fs.pipe_file(name, json.dumps(lease).encode(), mode=mode)
 
     def check(self) -> None:
         """Raises OSError if another run has the folder now, or the store cannot be reached."""
@@ -180,18 +195,12 @@ class BucketFolder:
                 )
                 raise ValueError(self.lost)
 
-    def beat(self) -> None:
-        """Gives a sign of life. Raises OSError as `check`."""
+    def beat(self, is_held: bool = True) -> None:
+        """Gives a sign of life, or leaves the folder to others. Raises OSError as `check`."""
         self.check()
         self._beats += 1
         with self._as_os_error():
-            self._fs.pipe_file(self._object(self._number), self._lease(held=True))
-
-    def release(self) -> None:
-        """Leaves the folder to others. Raises OSError as `check`."""
-        self.check()
-        with self._as_os_error():
-            self._fs.pipe_file(self._object(self._number), self._lease(held=False))
+            self._write(is_held)
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
@@ -237,16 +246,20 @@ class BucketFolder:
 
     def save(self, half: Path, step: Path) -> None:
         """Copies a checkpoint whose files are in `half` and which will be called `step` here. It is
-        whole in the bucket when this returns, and so is what was written before it. Raises OSError
-        as `check`."""
+        whole in the bucket when this returns, and so is what was written before it; if orbax writes
+        there itself, orbax makes it whole afterwards. Raises OSError as `check`."""
+        is_all = not writes_directly(step)
         self.copy()
         name = f"{step.relative_to(self.place).as_posix()}/"
         files = [file for file in half.rglob("*") if file.is_file()]
         there = [f"{self._root}/{name}{file.relative_to(half).as_posix()}" for file in files]
         with self._as_os_error():
-            self._remove(name)
+            if is_all:
+                self._remove(name)
             self._fs.put([str(file) for file in files], there)
         self.check()
+        if not is_all:
+            return
         with self._as_os_error():
             self._fs.pipe_file(f"{self._root}/{name}{WHOLE}", b"all files are here")
         if step.parent.name == "checkpoints":
@@ -262,6 +275,11 @@ class BucketFolder:
                     self._remove(step)
                 elif step.startswith("checkpoints/"):
                     self._steps.add(int(step.split("/")[1]))
+
+    def clear(self, folder: Path) -> None:
+        """Removes the checkpoints below a folder of the place. Raises OSError as `check`."""
+        with self._as_os_error():
+            self._remove(f"{folder.relative_to(self.place).as_posix()}/")
 
     def _remove(self, step: str) -> None:
         """Removes a checkpoint, and first the object that makes it whole."""

@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import bring
+from tunix_lite.basics.buckets import send
 from tunix_lite.basics.locks import LOCK, is_held
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.distributed.bucket_folder import hold_bucket
+from tunix_lite.distributed.bucket_folder import bring_run, hold_bucket, writes_directly
 
 # Errors of a file system that has no locks: there, nothing keeps a second run out.
 _CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -96,29 +96,38 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         )
         if address_of(folder) is not None:
             error = (
-                f"hydra.run.dir={address_of(folder)}: processes on several machines cannot write "
-                "to a bucket by its address; mount it as a folder that all machines see"
+                f"hydra.run.dir={address_of(folder)}: processes on several machines can write to "
+                "gs:// by its address; mount another bucket as a folder that all machines see"
             )
-        # On a network disk it may take some seconds.
-        deadline = time.monotonic() + 10
-        while not (is_same := lock_owner(folder) == owner) and time.monotonic() < deadline:
-            time.sleep(POLL)
-        join.agree({}, None if is_same else error)
+        if writes_directly(folder) and lock_owner(folder) != owner:
+            # A place on another machine has what the bucket has, and a log of its own.
+            error = _problem_of_bringing(folder)
+            until_done.callback(lambda: [send(log) for log in folder.glob("train.p*.log")])
+        else:
+            # On a network disk it may take some seconds.
+            deadline = time.monotonic() + 10
+            while lock_owner(folder) != owner and time.monotonic() < deadline:
+                time.sleep(POLL)
+            error = None if lock_owner(folder) == owner else error
+        join.agree({}, error)
         yield
 
 
 def bring_for_all(folder: Path) -> None:
-    """Brings a run's folder from its bucket, if it lies in one and no run of this machine has it.
-    Raises ValueError on all processes."""
-    address = address_of(folder)
-    error = None
-    if address is not None:
-        try:
-            if join.is_first() and not is_held(folder):
-                bring(address, is_mine=True)
-        except ValueError as problem:
-            error = str(problem)
-        join.agree({}, error)
+    """Brings a run's folder from its bucket, if it lies in one. Raises ValueError on all
+    processes."""
+    if address_of(folder) is not None:
+        join.agree({}, _problem_of_bringing(folder))
+
+
+def _problem_of_bringing(folder: Path) -> str | None:
+    """Brings a run's folder, unless a run of this machine has it; says why it could not."""
+    try:
+        if not is_held(folder):
+            bring_run(folder)
+    except ValueError as problem:
+        return str(problem)
+    return None
 
 
 def lock_owner(folder: Path) -> str | None:
