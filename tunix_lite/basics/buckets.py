@@ -139,7 +139,9 @@ def bring(
         for step in sorted(whole):
             inside = [name for name in there if name.startswith(step)]
             if not with_arrays:
-                inside = [name for name in inside if name.count("/") == step.count("/")]
+                # Without digests no copy counts as whole.
+                beside = [n for n in inside if n.count("/") == step.count("/")]
+                inside = [n for n in beside if not n.endswith(f"/{_DIGESTS}")]
             _bring_step(fs, root, place, step, inside)
         file.truncate(0)
         file.write(json.dumps(known))

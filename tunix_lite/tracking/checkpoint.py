@@ -274,7 +274,7 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             check_only_files(folder)
-            recorded = digests.read_digests(folder) or {}
+            recorded = {} if self._is_direct else digests.read_digests(folder) or {}
             by_size = sorted(recorded, key=lambda name: recorded[name][0])
             mine = by_size[jax.process_index() :: jax.process_count()]
             damage = digests.changed_files(folder, recorded, mine)
