@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.basics import addresses, buckets
-from tunix_lite.basics.addresses import address_of, check_place, place_of
+from tunix_lite.basics.addresses import address_of, check_place, place_here
 from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed import bucket_folder
@@ -68,7 +68,7 @@ def put_checkpoint(folder: Path, step: int, whole: bool = True) -> None:
 
 def test_an_address_has_one_place_and_the_place_one_address(store, tmp_path):
     place = tmp_path / "here" / "gs" / "bucket" / "a" / "run"
-    assert place_of("gs://bucket/a/run") == place and place_of("gs:/bucket/a/run/") == place
+    assert place_here("gs://bucket/a/run") == place and place_here("gs:/bucket/a/run/") == place
     assert address_of(place) == "gs://bucket/a/run"
     assert address_of(tmp_path / "elsewhere") is None and address_of(tmp_path / "here" / "gs" / "bucket") is None
 
@@ -136,7 +136,7 @@ def test_only_whole_checkpoints_are_brought_and_a_step_made_anew_replaces_the_ol
 
 
 def test_results_of_a_command_go_to_the_bucket(store):
-    place = place_of("s3://bucket/model")
+    place = place_here("s3://bucket/model")
     put(place, **{"old.json": "1"})
     began = time.time() + 0.01
     time.sleep(0.02)
@@ -154,25 +154,25 @@ def owners(store: Path) -> list[str]:
 
 
 def test_a_second_run_is_refused_while_the_first_gives_signs_of_life(store, quick, capsys):
-    with hold_bucket(place_of(RUN), "first", None, 1):
+    with hold_bucket(place_here(RUN), "first", None, 1):
         with pytest.raises(ValueError, match=f"^{RUN} is in use by first, and was for 0.6 s: end that run"):
-            BucketFolder(place_of(RUN), "second").take(None, 0.6)
+            BucketFolder(place_here(RUN), "second").take(None, 0.6)
         assert f"waiting for {RUN}, which is in use by first" in capsys.readouterr().err
     began = time.monotonic()
-    BucketFolder(place_of(RUN), "second").take(None, 0)
+    BucketFolder(place_here(RUN), "second").take(None, 0)
     assert time.monotonic() - began < 0.3 and owners(store) == ["second"], "the first left it"
 
 
 def test_a_dead_run_is_waited_for_once_and_cannot_write_when_it_wakes(store, quick, capsys):
     """By the clock of who waits: the time of the objects is not looked at."""
-    first = BucketFolder(place_of(RUN), "first")
+    first = BucketFolder(place_here(RUN), "first")
     first.take(None, 0)
     began = time.monotonic()
-    second = BucketFolder(place_of(RUN), "second")
+    second = BucketFolder(place_here(RUN), "second")
     second.take(None, 0)
     assert 0.4 <= time.monotonic() - began < 2
     assert "first gave no sign of life for 0.4 s, by the clock of this machine" in capsys.readouterr().err
-    put(place_of(RUN), **{"metrics.jsonl": "of the first"})
+    put(place_here(RUN), **{"metrics.jsonl": "of the first"})
     for work in (first.beat, first.copy):
         with pytest.raises(OSError, match=f"{RUN} was taken by second"):
             work()
@@ -180,19 +180,19 @@ def test_a_dead_run_is_waited_for_once_and_cannot_write_when_it_wakes(store, qui
 
 
 def test_the_last_owner_of_this_machine_is_not_waited_for(store, quick):
-    BucketFolder(place_of(RUN), "first").take(None, 0)
+    BucketFolder(place_here(RUN), "first").take(None, 0)
     began = time.monotonic()
-    BucketFolder(place_of(RUN), "second").take("first", 0)
+    BucketFolder(place_here(RUN), "second").take("first", 0)
     assert time.monotonic() - began < 0.3
 
 
 def test_of_many_that_wait_for_a_dead_run_one_gets_its_folder(store, quick):
-    BucketFolder(place_of(RUN), "dead").take(None, 0)
+    BucketFolder(place_here(RUN), "dead").take(None, 0)
     has_it, refused = [], []
 
     def wait(name: str) -> None:
         try:
-            with hold_bucket(place_of(RUN), name, None, 0.5):
+            with hold_bucket(place_here(RUN), name, None, 0.5):
                 has_it.append(name)
                 time.sleep(1.5)
         except ValueError as error:
@@ -210,7 +210,7 @@ def test_of_many_that_wait_for_a_dead_run_one_gets_its_folder(store, quick):
 
 
 def test_files_are_copied_while_the_run_lives_and_at_its_end(store, quick):
-    place, there = place_of(RUN), store / "bucket" / "runs" / "one"
+    place, there = place_here(RUN), store / "bucket" / "runs" / "one"
     with hold_bucket(place, "first", None, 0):
         put(place, **{"train.log": "a line", ".lock": "first"})
         deadline = time.monotonic() + 5
@@ -222,7 +222,7 @@ def test_files_are_copied_while_the_run_lives_and_at_its_end(store, quick):
 
 
 def test_a_checkpoint_is_whole_only_when_all_of_it_and_all_before_it_is_there(store, quick, monkeypatch):
-    place, there = place_of(RUN), store / "bucket" / "runs" / "one"
+    place, there = place_here(RUN), store / "bucket" / "runs" / "one"
     with hold_bucket(place, "first", None, 0):
         held = held_bucket(place / "checkpoints")
         put(place, **{"metrics.jsonl": "2 rows"})
@@ -239,7 +239,7 @@ def test_a_checkpoint_is_whole_only_when_all_of_it_and_all_before_it_is_there(st
 
 
 def test_checkpoints_that_orbax_removes_here_go_in_the_bucket_but_never_the_newest(store, quick):
-    place, there = place_of(RUN), store / "bucket" / "runs" / "one"
+    place, there = place_here(RUN), store / "bucket" / "runs" / "one"
     put_checkpoint(there, 2)
     put_checkpoint(there, 4)
     put_checkpoint(there, 6, whole=False)

@@ -30,7 +30,7 @@ def check_place(name: str, path: object) -> None:
     Values but text pass."""
     if isinstance(path, str) and is_address(path):
         try:
-            place_of(path)
+            place_here(path)
         except ValueError as error:
             raise ValueError(f"{name}={error}") from error
 
@@ -48,7 +48,7 @@ def copies() -> Path:
     )
 
 
-def place_of(address: str) -> Path:
+def place_here(address: str) -> Path:
     """The place of an address on this machine, such as ~/.cache/tunix_lite/buckets/gs/bucket/run.
     Raises ValueError for other addresses than those of STORES."""
     scheme, _, rest = address.partition(":")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_lite.basics.addresses import STORES, address_of, place_of
+from tunix_lite.basics.addresses import STORES, address_of, place_here
 from tunix_lite.basics.locks import is_held
 from tunix_lite.basics.plain_text import shown
 
@@ -82,7 +82,7 @@ def bring(
     files beside their arrays. Raises ValueError if nothing has that name, or the store cannot be
     reached.
     """
-    place = place_of(address)
+    place = place_here(address)
     record = place.parent / f".{place.name}.bucket"
     place.parent.mkdir(parents=True, exist_ok=True)
     with record.open("a+") as file, explained(place):
@@ -134,42 +134,32 @@ def bring(
         wanted = [
             n for n in names if n not in known and any(fnmatch.fnmatch(n, p) for p in only)
         ]
-        _get(fs, root, place, wanted)
+        if wanted:
+            there_now = [f"{root}/{name}".rstrip("/") for name in wanted]
+            fs.get(there_now, [str(place / name) for name in wanted])
         known |= {name: now(name) for name in wanted}
+
+        # Of a checkpoint comes all or nothing, unless the same one is here. Its digests are of all
+        # its bytes, and whoever reads it compares them with the files.
         for step in sorted(whole):
             inside = [name for name in there if name.startswith(step)]
+            mark = f"{step}{_DIGESTS}"
             if not with_arrays:
                 # Without digests no copy counts as whole.
-                beside = [n for n in inside if n.count("/") == step.count("/")]
-                inside = [n for n in beside if not n.endswith(f"/{_DIGESTS}")]
-            _bring_step(fs, root, place, step, inside)
+                beside = [name for name in inside if name.count("/") == step.count("/")]
+                inside = [name for name in beside if name != mark]
+            is_here = mark in there and (place / mark).is_file()
+            if is_here and (place / mark).read_bytes() == fs.cat_file(f"{root}/{mark}"):
+                continue
+            half = place / f"{step.rstrip('/')}.bucket-tmp"
+            for path in (half, place / step):
+                shutil.rmtree(path, ignore_errors=True)
+            parts = [str(half / name.removeprefix(step)) for name in inside]
+            fs.get([f"{root}/{name}" for name in inside], parts)
+            half.rename(place / step)
         file.truncate(0)
         file.write(json.dumps(known))
     return place
-
-
-def _get(fs: "fsspec.AbstractFileSystem", root: str, place: Path, names: list[str]) -> None:
-    if names:
-        fs.get([f"{root}/{n}".rstrip("/") for n in names], [str(place / n) for n in names])
-
-
-def _bring_step(
-    fs: "fsspec.AbstractFileSystem", root: str, place: Path, step: str, names: list[str]
-) -> None:
-    """Brings a checkpoint, all of it or nothing, unless the same one is here."""
-    folder = place / step
-    if folder.is_dir() and f"{step}{_DIGESTS}" in names:
-        # They are of all its bytes; whoever reads the checkpoint compares them with the files.
-        theirs = fs.cat_file(f"{root}/{step}{_DIGESTS}")
-        file = folder / _DIGESTS
-        if file.is_file() and file.read_bytes() == theirs:
-            return
-    half = folder.with_name(f"{folder.name}.bucket-tmp")
-    for path in (half, folder):
-        shutil.rmtree(path, ignore_errors=True)
-    inside = [name.removeprefix(step) for name in names]
-    _get(fs, f"{root}/{step}".rstrip("/"), half, inside)
-    half.rename(folder)
 
 
 def send(place: Path, since: float = 0.0) -> None:

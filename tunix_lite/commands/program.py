@@ -236,16 +236,16 @@ def _places(values: dict) -> list[Path]:
     has. Returns those that it may write to. Raises ConfigError for what is no path."""
     written = []
     for name in ("checkpoint", "out", "prompts"):
-        given = values.get(name)
-        if not isinstance(given, str):
+        value = values.get(name)
+        if not isinstance(value, str):
             continue
         with error_context(""):
-            check_place(name, given)
+            check_place(name, value)
         with error_context(name):
-            if not is_address(given):
-                as_path(given)
+            if not is_address(value):
+                as_path(value)
                 continue
-            path = bring(given, is_mine=name == "out")
+            path = bring(value, is_mine=name == "out")
         values[name] = str(path)
         of_run = [path / "evaluation", path / "export"]
         written += {"out": [path], "checkpoint": of_run}.get(name, [])
