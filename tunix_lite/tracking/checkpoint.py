@@ -383,6 +383,9 @@ class Checkpoints:
                 self._check_there()
             except OSError as gone:
                 raise gone from error
+            if self._is_direct and not isinstance(error, OSError) and not is_of_a_peer(error):
+                text = _reason(error)
+                raise OSError(errno.EREMOTEIO, text, str(self.folder)) from error
             match = re.search(r"(?:os_error_code='|^\[Errno )(\d+)", str(error))
             if not match or getattr(error, "filename", None):
                 raise
