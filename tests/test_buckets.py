@@ -135,6 +135,26 @@ def test_only_whole_checkpoints_are_brought_and_a_step_made_anew_replaces_the_ol
     assert (place / "checkpoints" / "2" / "default" / "b").read_text() == "other arrays"
 
 
+def test_a_copy_without_arrays_is_never_taken_for_a_whole_one(store):
+    there = store / "bucket" / "runs" / "one"
+    put(there, **{"model.json": "{}"})
+    put_checkpoint(there, 2)
+    put(there / "checkpoints" / "2", **{"about.json": "{}"})
+    place = bring(RUN, is_mine=True, with_arrays=False)
+    assert sorted(path.name for path in (place / "checkpoints" / "2").iterdir()) == ["about.json", buckets.WHOLE]
+    bring(RUN)
+    assert (place / "checkpoints" / "2" / "default" / "a").read_text() == "arrays of 2"
+
+
+def test_a_name_that_leads_out_of_the_place_is_refused(store, monkeypatch, tmp_path):
+    listing = {"bucket/data/../../../outside": {"size": 1, "ETag": "1"}}
+    monkeypatch.setattr(buckets.file_system("s3"), "find", lambda *_, **__: listing)
+    with pytest.raises(
+        ValueError, match=r"s3://bucket/data holds '\.\./\.\./\.\./outside', which is no name of a file"
+    ):
+        bring("s3://bucket/data")
+
+
 def test_results_of_a_command_go_to_the_bucket(store):
     place = place_here("s3://bucket/model")
     put(place, **{"old.json": "1"})
