@@ -181,7 +181,20 @@ def run_command(
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         if folders:
             values[positional] = folders if is_list else folders[0]
-        written = _places(values)
+        # An address is read and written at its place on this machine.
+        written = []
+        for key in ("checkpoint", "out", "prompts"):
+            value = values.get(key)
+            with error_context(""):
+                check_place(key, value)
+            with error_context(key):
+                if isinstance(value, str) and is_address(value):
+                    path = bring(value, is_mine=key == "out")
+                    values[key] = str(path)
+                    of_run = [path / "evaluation", path / "export"]
+                    written += {"out": [path], "checkpoint": of_run}.get(key, [])
+                elif isinstance(value, str):
+                    as_path(value)
         began = time.time()
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
@@ -229,27 +242,6 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
-
-
-def _places(values: dict) -> list[Path]:
-    """Puts the places of addresses on this machine into a command's settings, with what the bucket
-    has. Returns those that it may write to. Raises ConfigError for what is no path."""
-    written = []
-    for name in ("checkpoint", "out", "prompts"):
-        value = values.get(name)
-        if not isinstance(value, str):
-            continue
-        with error_context(""):
-            check_place(name, value)
-        with error_context(name):
-            if not is_address(value):
-                as_path(value)
-                continue
-            path = bring(value, is_mine=name == "out")
-        values[name] = str(path)
-        of_run = [path / "evaluation", path / "export"]
-        written += {"out": [path], "checkpoint": of_run}.get(name, [])
-    return written
 
 
 _RESUME_HINT = (

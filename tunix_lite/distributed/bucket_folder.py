@@ -273,7 +273,8 @@ class BucketFolder:
             for step in {match[0] for match in map(STEP.match, names) if match}:
                 if step + WHOLE not in names:
                     self._remove(step)
-                elif step.startswith("checkpoints/"):
+                # What orbax writes itself it also removes.
+                elif step.startswith("checkpoints/") and not writes_directly(self.place):
                     self._steps.add(int(step.split("/")[1]))
 
     def clear(self, folder: Path) -> None:
