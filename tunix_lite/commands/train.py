@@ -72,7 +72,7 @@ def check(run: RunConfig, folder: Path) -> None:
     seen: dict[str, str] = {}
     error = None
     with exit_when_a_peer_is_lost():
-        with error_context("hydra.run.dir"):
+        with error_context("hydra.run.dir", RunFailed):
             bring_for_all(folder)
         # A problem may be of this machine alone, and the others must hear of it.
         try:
