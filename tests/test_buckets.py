@@ -206,6 +206,18 @@ def test_the_last_owner_of_this_machine_is_not_waited_for(store, quick):
     assert time.monotonic() - began < 0.3
 
 
+def test_of_two_that_see_the_folder_free_at_once_one_takes_it(store, quick, monkeypatch):
+    second = BucketFolder(place_here(RUN), "second")
+    looks = iter([(0, "")])
+    real = second._newest
+    monkeypatch.setattr(second, "_newest", lambda: next(looks, None) or real())
+    with (
+        hold_bucket(place_here(RUN), "first", None, 1),
+        pytest.raises(ValueError, match="is in use by first"),
+    ):
+        second.take(None, 0.3)
+
+
 def test_of_many_that_wait_for_a_dead_run_one_gets_its_folder(store, quick):
     BucketFolder(place_here(RUN), "dead").take(None, 0)
     has_it, refused = [], []
