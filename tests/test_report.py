@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tunix_lite.__main__ import main
-from tunix_lite.distributed.folder_lock import is_held
+from tunix_lite.basics.locks import is_held
 from tunix_lite.report.charts import Chart, Line, line_chart
 from tunix_lite.report.comparison import runs_in
 from tunix_lite.report.page import page_as_html, write_at_end, write_page

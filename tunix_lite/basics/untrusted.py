@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.addresses import is_address
+from tunix_lite.basics.buckets import brought
 from tunix_lite.basics.plain_text import escaped, shown
 
 # Most bytes of a file. The index of a model of a trillion parameters has 9 MB.
@@ -160,10 +161,10 @@ def check_only_files(folder: Path) -> None:
 
 
 def as_path(name: str | Path) -> Path:
-    """The path that a setting names, with ~ filled in. Raises ValueError for one that cannot
-    exist."""
+    """The path that a setting names, with ~ filled in; of an address its place on this machine,
+    where everything is brought that the bucket has. Raises ValueError for one that cannot exist."""
     if is_address(str(name)):
-        raise ValueError(f"{shown(str(name))}: {NO_ADDRESSES}")
+        return brought(str(name))
     try:
         path = Path(name).expanduser()
         # This raises for a name that no file system can hold.

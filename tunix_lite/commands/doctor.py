@@ -3,11 +3,12 @@ on its results, or compare several runs."""
 
 from dataclasses import dataclass
 
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.errors import RunFailed, error_context
+from tunix_lite.basics.locks import is_held
 from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
-from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.report.comparison import lines_of_runs, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
@@ -22,6 +23,9 @@ class DoctorOptions:
 
     # Folder for report.html of one run, such as its own. null writes none.
     report: str | None = None
+
+    def __post_init__(self):
+        check_on_disk("report", self.report)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.addresses import check_place, is_address
+from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.plain_text import visible, without_secrets
 from tunix_lite.basics.untrusted import as_path
@@ -27,7 +29,7 @@ from tunix_lite.distributed.command_line import (
     conf_dir,
     config_dir,
     folder_given,
-    folder_key,
+    on_this_machine,
 )
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
@@ -76,8 +78,8 @@ def main(
 
     def check_all() -> None:
         refuse_foreign(argv, setting_names((), argv), HYDRA)
-        sys.argv[1:] = flags_first(argv)
-        _check_on_disk({folder_key(argv): folder_given(argv)})
+        with error_context(""):
+            sys.argv[1:] = flags_first(on_this_machine(argv))
         with error_context(""):
             check_config_dir(config_dir(argv))
         parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
@@ -179,7 +181,21 @@ def run_command(
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         if folders:
             values[positional] = folders if is_list else folders[0]
-        _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
+        # An address is read and written at its place on this machine.
+        written = []
+        for key in ("checkpoint", "out", "prompts"):
+            value = values.get(key)
+            with error_context(""):
+                check_place(key, value)
+            with error_context(key):
+                if isinstance(value, str) and is_address(value):
+                    path = bring(value, is_mine=key == "out")
+                    values[key] = str(path)
+                    of_run = [path / "evaluation", path / "export"]
+                    written += {"out": [path], "checkpoint": of_run}.get(key, [])
+                elif isinstance(value, str):
+                    as_path(value)
+        began = time.time()
 
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
         if values.get("checkpoint") is not None:
@@ -197,6 +213,9 @@ def run_command(
             action(build(RunConfig, values), settings)
         else:
             action(settings)
+        with error_context("", RunFailed):
+            for place in written:
+                send(place, began)
 
     _or_exit(as_long_as_read()(act), interrupted="")
 
@@ -224,16 +243,6 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
-
-
-def _check_on_disk(folders: dict) -> None:
-    """Raises ConfigError for a setting, by its name, that is an address or no path."""
-    for name, folder in folders.items():
-        with error_context(""):
-            check_on_disk(name, folder)
-        with error_context(name):
-            if isinstance(folder, str):
-                as_path(folder)
 
 
 _RESUME_HINT = (

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.imports import looking_in_working_folder
 from tunix_lite.basics.plain_text import visible
@@ -14,7 +15,7 @@ from tunix_lite.commands import program
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.command_line import folder_given, fresh_folder, in_folder
-from tunix_lite.distributed.folder_lock import lock_folder_for_all
+from tunix_lite.distributed.folder_lock import bring_for_all, lock_folder_for_all
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.distributed.join import (
     HEARTBEAT,
@@ -72,6 +73,8 @@ def check(run: RunConfig, folder: Path) -> None:
     seen: dict[str, str] = {}
     error = None
     with exit_when_a_peer_is_lost():
+        with error_context("hydra.run.dir", RunFailed):
+            bring_for_all(folder)
         # A problem may be of this machine alone, and the others must hear of it.
         try:
             if run.runtime.dry_run:
@@ -137,7 +140,9 @@ def start(run: RunConfig, folder: Path) -> float | None:
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
-    resume_hint = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
+    resume_hint = (
+        f"hydra.run.dir={shown_place(folder)}" if sweep is None else f"hydra.sweep.dir={sweep}"
+    )
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
@@ -176,7 +181,7 @@ def next_command(folder: Path) -> str:
     """Returns the line that says how to talk to the trained model; "" where nothing was saved."""
     if not Checkpoints(RunDir(folder).checkpoints).whole_steps():
         return ""
-    return f"talk to it: tunix-lite generate {shlex.quote(str(folder))}\n"
+    return f"talk to it: tunix-lite generate {shlex.quote(shown_place(folder))}\n"
 
 
 def join(run: RunConfig) -> None:
@@ -192,7 +197,8 @@ def join(run: RunConfig) -> None:
             # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
         ours = process_info(
-            values | ({"hydra": {"run.dir": run_dir}} if run_dir else {}), folder
+            values | ({"hydra": {"run.dir": shown_place(Path(run_dir))}} if run_dir else {}),
+            folder,
         )
         try:
             place, agreed = initialise(run.launch, os.environ, ours)

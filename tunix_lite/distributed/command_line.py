@@ -6,7 +6,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.addresses import check_on_disk, check_place, is_address, place_here
 
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
@@ -47,6 +47,22 @@ def folder_key(words: list[str]) -> str:
     return next(
         (key for key in keys[::-1] if re.fullmatch(_FOLDER_KEYS, key)), "hydra.run.dir"
     )
+
+
+def on_this_machine(arguments: list[str]) -> list[str]:
+    """A command line with the place on this machine of a run in a bucket. Raises ValueError for
+    other addresses, and for sweeps in a bucket."""
+    folder = folder_given(arguments)
+    key = folder_key(arguments)
+    if folder is None or not is_address(folder):
+        return arguments
+    check_place(key, folder)
+    if key != "hydra.run.dir" or SWEEPS & set(arguments):
+        raise ValueError(
+            f"{key}={folder}: a sweep goes to a disk; a single run can use a bucket"
+        )
+    others = [text for text in arguments if text.partition("=")[0].lstrip("+") != key]
+    return [*others, *in_folder(str(place_here(folder)), arguments)]
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from tunix_lite.basics.addresses import address_of
+from tunix_lite.basics.buckets import send
+from tunix_lite.basics.locks import LOCK, is_held
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.bucket_folder import bring_run, hold_bucket, writes_directly
 
-# The lock file in the folder. It stays there, and holds the name of the last owner.
-LOCK = ".lock"
 # Errors of a file system that has no locks: there, nothing keeps a second run out.
 _CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds between two attempts to take the lock.
@@ -23,9 +25,10 @@ POLL = 0.2
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
-    """A context in which no other process can lock the folder, which is made if need be. Raises
-    ValueError if another process has the lock for `timeout` seconds, or .lock is a folder."""
+def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
+    """A context in which no other process can lock the folder, which is made if need be. Gives the
+    last owner of the lock, who is gone; None where the file system has no locks. Raises ValueError
+    if another process has the lock for `timeout` seconds, or .lock is a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LOCK).is_dir():
         raise ValueError(
@@ -39,11 +42,13 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                before = lock_owner(folder)
                 break
             except BlockingIOError:
                 pass
             except OSError as error:
                 if error.errno in _CANNOT_LOCK:
+                    before = None
                     break
                 raise
             if other is None:
@@ -63,7 +68,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {socket.gethostname()}, since {now}\n")
         file.flush()
         os.fsync(file.fileno())
-        yield
+        yield before
 
 
 @contextlib.contextmanager
@@ -75,7 +80,10 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         error = None
         if join.is_first():
             try:
-                until_done.enter_context(lock_folder(folder, timeout))
+                before = until_done.enter_context(lock_folder(folder, timeout))
+                if address_of(folder) is not None:
+                    owner = str(lock_owner(folder))
+                    until_done.enter_context(hold_bucket(folder, owner, before, timeout))
             # It is raised below, on all processes: alone, this one would leave the others waiting.
             except ValueError as problem:
                 error = str(problem)
@@ -88,12 +96,40 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
             "all hosts must see it"
         )
-        # On a network disk it may take some seconds.
-        deadline = time.monotonic() + 10
-        while not (is_same := lock_owner(folder) == owner) and time.monotonic() < deadline:
-            time.sleep(POLL)
-        join.agree({}, None if is_same else error)
+        if address_of(folder) is not None:
+            error = (
+                f"hydra.run.dir={address_of(folder)}: processes on several machines can write to "
+                "gs:// by its address; mount another bucket as a folder that all machines see"
+            )
+        if writes_directly(folder) and lock_owner(folder) != owner:
+            # A place on another machine has what the bucket has, and a log of its own.
+            error = _problem_of_bringing(folder)
+            until_done.callback(lambda: [send(log) for log in folder.glob("train.p*.log")])
+        else:
+            # On a network disk it may take some seconds.
+            deadline = time.monotonic() + 10
+            while lock_owner(folder) != owner and time.monotonic() < deadline:
+                time.sleep(POLL)
+            error = None if lock_owner(folder) == owner else error
+        join.agree({}, error)
         yield
+
+
+def bring_for_all(folder: Path) -> None:
+    """Brings a run's folder from its bucket, if it lies in one. Raises ValueError on all
+    processes."""
+    if address_of(folder) is not None:
+        join.agree({}, _problem_of_bringing(folder))
+
+
+def _problem_of_bringing(folder: Path) -> str | None:
+    """Brings a run's folder, unless a run of this machine has it; says why it could not."""
+    try:
+        if not is_held(folder):
+            bring_run(folder)
+    except ValueError as problem:
+        return str(problem)
+    return None
 
 
 def lock_owner(folder: Path) -> str | None:
@@ -101,17 +137,3 @@ def lock_owner(folder: Path) -> str | None:
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None
-
-
-def is_held(folder: Path) -> bool | None:
-    """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
-    seen."""
-    try:
-        with (folder / LOCK).open() as file:
-            # A shared lock is refused while a run has its own, and is gone with the file.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.distributed import command_line
 from tunix_lite.distributed.command_line import folder_given
 from tunix_lite.distributed.folder_lock import LOCK
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     # All that can be wrong is found before a process is started.
     try:
         nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
-        check_on_disk(command_line.folder_key(program), folder_given(program))
+        program = command_line.on_this_machine(program)
         command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(nprocs, os.environ)
     except (ValueError, argparse.ArgumentError) as error:

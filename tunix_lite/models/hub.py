@@ -9,7 +9,7 @@ from pathlib import Path
 from tunix_lite.basics.untrusted import read_object
 
 # Configuration, tokenizer, index of the weights.
-_SMALL = ("*.json", "*.jinja", "tokenizer.model")
+SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 # Weights in other formats and for other programs are in subfolders; Mistral's second copy is beside
 # the first.
@@ -33,13 +33,13 @@ def is_hub_name(text: str) -> bool:
 
 def small_files(name: str) -> Path:
     """The folder of a model with everything but its weights. Raises as `snapshot`."""
-    return _folder(name, _SMALL, lambda folder: (folder / "config.json").is_file())
+    return _folder(name, SMALL, lambda folder: (folder / "config.json").is_file())
 
 
 def snapshot(name: str) -> Path:
     """The folder of a model, `org/name` or `org/name@revision`, with its weights: from the cache,
     else downloaded. Raises ValueError that says what to do, and OSError if the disk is full."""
-    folder = _folder(name, _SMALL + _WEIGHTS, _has_weights)
+    folder = _folder(name, SMALL + _WEIGHTS, _has_weights)
     if not _has_weights(folder):
         raise ValueError(
             f"{name} has no *.safetensors files, and only safetensors are read from the hub (not "

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.addresses import check_place, is_address
+from tunix_lite.basics.buckets import bring
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.basics.types import Params
@@ -65,10 +66,10 @@ class ModelConfig:
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
-        check_on_disk("weights", self.weights)
-        check_on_disk("tokenizer", self.tokenizer)
+        check_place("weights", self.weights)
+        check_place("tokenizer", self.tokenizer)
         if self.chat_template is not None:
-            check_on_disk("chat_template", self.chat_template)
+            check_place("chat_template", self.chat_template)
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
@@ -120,7 +121,7 @@ class TeacherConfig:
             )
         if self.storage not in _STORAGES:
             raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
-        check_on_disk("weights", self.weights)
+        check_place("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
         """The same as the settings of a model."""
@@ -258,6 +259,8 @@ def download(located: FoundModel) -> FoundModel:
         if hub.is_hub_name(located.name):
             # The name of the folder is the revision whose config.json and tokenizer were read.
             folder = hub.snapshot(f"{located.name.partition('@')[0]}@{folder.name}")
+        if is_address(located.name):
+            bring(located.name)
         hf.check_weights(folder, located.cfg, located.family)
     return replace(located, folder=folder)
 
@@ -347,6 +350,8 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
     """Plain values, enough to load what a run trains from any working directory."""
 
     def absolute(name: str) -> str:
+        if is_address(name):
+            return name
         path = as_path(name)
         return str(path.absolute()) if path.exists() else name
 
@@ -393,7 +398,8 @@ def _folder(name: str) -> Path:
     """The folder that a setting names, or its GGUF file; of a hub model, without its weights."""
     if name == "bundled":
         return BUNDLED
-    path = as_path(name)
+    # `download` brings the weights.
+    path = bring(name, (*hub.SMALL, "*.gguf")) if is_address(name) else as_path(name)
     if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"{shown(name)} is not a file; give a GGUF file or a folder")

@@ -2,7 +2,6 @@
 Where settings cannot name it (an adapter, another run's checkpoint) the run keeps it in
 `reference/<step>/`, and `reference.json` says which one it is."""
 
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,7 +130,7 @@ def reference_of(
         trained = copied(params)
         # A start that made no checkpoint may have left one.
         if run_dir.is_first:
-            shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
+            Checkpoints(run_dir.kept_reference).clear()
         allgather_values(None)
         checkpoints = Checkpoints(run_dir.kept_reference)
         checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from tunix_lite.basics.addresses import check_on_disk, shown_place
+from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import hide_users_of_urls
 from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.allgather import allgather_values
@@ -95,7 +97,9 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     # before anything is written or shown
     hide_users_of_urls(plain(run))
 
-    # Checks: whatever the settings get wrong ends here.
+    # Checks: whatever the settings get wrong ends here. Only the command has the lease of a bucket.
+    with error_context(""):
+        check_on_disk("folder", str(folder))
     run_dir = RunDir(folder, jax.process_index())
     parts = prepare(run, run_dir, job.found)
     # with the number of steps that its epochs have
@@ -128,7 +132,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         session = Session(parts.resolved.run, parts, run_dir, console, status, stopping)
 
         # Inside, the run is made; then the status says how it ended.
-        resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
+        resume_hint = job.resume_hint or f"hydra.run.dir={shown_place(folder)}"
         with _status_at_the_end(session, resume_hint), explained(), session.closing:
             # Reward workers start while the model loads.
             here = (jax.process_index(), jax.process_count())
@@ -207,7 +211,7 @@ def _failed(session: Session, error: BaseException) -> None:
         steps = Checkpoints(session.run_dir.checkpoints).whole_steps()
         saved = "no checkpoint was saved"
         if steps:
-            saved = f"checkpoint {steps[-1]} is in {session.run_dir.checkpoints}"
+            saved = f"checkpoint {steps[-1]} is in {shown_place(session.run_dir.checkpoints)}"
         session.console.say(f"{word} after step {session.status.steps}; {saved}", style="red")
         if is_out_of_memory(error):
             more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"

@@ -15,8 +15,10 @@ import jax
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
+from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import device_name
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
@@ -445,7 +447,7 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
             return None
 
         # The checkpoint is whole, and stands between two rollouts.
-        folder = run_dir.checkpoints if has_own else RunDir(Path(resume)).checkpoints
+        folder = run_dir.checkpoints if has_own else RunDir(as_path(resume)).checkpoints
         checkpoints = Checkpoints(folder)
         step = checkpoints.latest_step()
         if step is None:
@@ -611,7 +613,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("optimizer", f"{rate}, {max_steps} steps{of_epochs}{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
     viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
-    rows.append(("outputs", f"{run_dir.path}{viewer}"))
+    rows.append(("outputs", f"{shown_place(run_dir.path)}{viewer}"))
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
 

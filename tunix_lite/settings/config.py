@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
-from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.addresses import check_on_disk, check_place
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
@@ -297,7 +297,7 @@ class ResumeConfig:
     force: bool = False
 
     def __post_init__(self):
-        check_on_disk("folder", self.folder)
+        check_place("folder", self.folder)
 
 
 @dataclass(frozen=True)

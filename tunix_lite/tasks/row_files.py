@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
-from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.basics.addresses import is_address
+from tunix_lite.basics.untrusted import as_path, is_deeper
 from tunix_lite.tasks.hub_rows import is_hub, pinned, rows_of_hub
 from tunix_lite.tasks.row_forms import Columns
 
@@ -131,9 +131,10 @@ def rows_of(file: str, *settings: Any, default_split: str = "train") -> Rows:
     finds them here. settings: those of Rows. default_split: of a name that has none."""
     if is_hub(file):
         return _rows_with(b"", pinned(file, default_split), *settings)
+    if is_address(file):
+        file = str(as_path(file))
     if not Path(file).is_file():
-        why = f": {NO_ADDRESSES}" if is_address(file) else " is not a file"
-        raise ValueError(f"{file}{why}")
+        raise ValueError(f"{file} is not a file")
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
     return _rows_with(content, file, *settings)

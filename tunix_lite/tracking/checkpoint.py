@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,14 +20,17 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from tunix_lite.basics import digests
+from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.best import Ranked
 from tunix_lite.basics.errors import is_of_a_peer
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params, TrainState
 from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.bucket_folder import held_bucket, writes_directly
 
 # nested arrays, or shapes of arrays
 Tree = TrainState | dict[str, Params]
@@ -67,6 +71,9 @@ class Checkpoints:
         """keep: newest checkpoints that stay. keep_best: and of the best by what was measured.
         when_whole: called once, when the first save is on disk."""
         self.folder = Path(folder).absolute()
+        # Where orbax reads and writes: of several processes each its part of the bucket's arrays.
+        self._is_direct = writes_directly(self.folder)
+        self._there = epath.Path(address_of(self.folder) if self._is_direct else self.folder)
         self._keep = keep
         self.keep_best = keep_best
         # what was measured of each checkpoint
@@ -99,7 +106,7 @@ class Checkpoints:
                 cleanup_tmp_directories=True,
             )
             _silence_orbax_errors()
-            self._opened = ocp.CheckpointManager(self.folder, options=options)
+            self._opened = ocp.CheckpointManager(self._there, options=options)
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
@@ -107,11 +114,21 @@ class Checkpoints:
         thread."""
         self._check_there()
         about, in_flight = self._saving
-        for half in self.folder.glob(f"{about['step']}.*tmp*"):
+        bucket = held_bucket(self.folder)
+        step = self.folder / str(about["step"])
+        if self._is_direct:
+            # The places of older steps show what the bucket has.
+            for old in set(self.steps()) - set(self._manager.all_steps()):
+                shutil.rmtree(self.folder / str(old))
+            step.mkdir(exist_ok=True)
+        for half in [step] if self._is_direct else self.folder.glob(f"{step.name}.*tmp*"):
             (half / _ABOUT).write_text(json.dumps(about) + "\n")
             if in_flight is not None:
                 np.savez_compressed(half / _IN_FLIGHT, **in_flight)
-            digests.write_digests(half, _LATER)
+            if not self._is_direct:
+                digests.write_digests(half, _LATER)
+            if bucket is not None:
+                bucket.save(half, step)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order; [] if there is no folder. Raises OSError."""
@@ -130,6 +147,9 @@ class Checkpoints:
     def _missing(self, step: int) -> str | None:
         """Describes a fault in a checkpoint's files, by names and sizes; None: there is none."""
         folder = self.folder / str(step)
+        if self._is_direct:
+            # orbax has made it whole, and the store loses nothing
+            return None
         if not folder.is_dir():
             return "it is a file and not a folder"
         if not any(folder.iterdir()):
@@ -149,6 +169,12 @@ class Checkpoints:
         off."""
         if missing := self._missing(step):
             raise ValueError(self._damaged(step, missing))
+
+    def clear(self) -> None:
+        """Removes all checkpoints, while no run reads or writes them. Raises OSError."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if (bucket := held_bucket(self.folder)) is not None:
+            bucket.clear(self.folder)
 
     def has_digests(self, step: int) -> bool:
         """Returns whether this checkpoint has digests; a copy may have lost them."""
@@ -291,7 +317,7 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             check_only_files(folder)
-            recorded = digests.read_digests(folder) or {}
+            recorded = {} if self._is_direct else digests.read_digests(folder) or {}
             by_size = sorted(recorded, key=lambda name: recorded[name][0])
             mine = by_size[jax.process_index() :: jax.process_count()]
             damage = digests.changed_files(folder, recorded, mine)
@@ -322,7 +348,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(create=False)
         try:
             with ocp.CheckpointManager(
-                self.folder, options=options, item_handlers=handler
+                self._there, options=options, item_handlers=handler
             ) as manager:
                 return manager.restore(step, args=args)
         # No memory, or trouble with the devices: the files are not at fault.
@@ -339,7 +365,7 @@ class Checkpoints:
         try:
             tree = (
                 ocp.PyTreeCheckpointHandler()
-                .metadata(self.folder / str(step) / "default")
+                .metadata(self._there / str(step) / "default")
                 .tree
             )
             here = _shapes(wanted)
@@ -381,7 +407,11 @@ class Checkpoints:
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the run's folder, or that of its checkpoints, was replaced."""
+        """Raises OSError if the run's folder, or that of its checkpoints, was replaced, or another
+        run has it in its bucket."""
+        bucket = held_bucket(self.folder)
+        if bucket is not None and bucket.lost is not None:
+            raise OSError(errno.EREMOTEIO, bucket.lost, str(self.folder))
         for folder, known in ((self.folder.parent, self._parent), (self.folder, self._own)):
             if known is not None and _identity(folder) != known:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
@@ -396,6 +426,9 @@ class Checkpoints:
                 self._check_there()
             except OSError as gone:
                 raise gone from error
+            if self._is_direct and not isinstance(error, OSError) and not is_of_a_peer(error):
+                text = _reason(error)
+                raise OSError(errno.EREMOTEIO, text, str(self.folder)) from error
             match = re.search(r"(?:os_error_code='|^\[Errno )(\d+)", str(error))
             if not match or getattr(error, "filename", None):
                 raise

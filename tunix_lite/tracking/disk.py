@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tunix_lite.basics.addresses import shown_place
+
 
 class DiskError(OSError):
     """A run could not write. The message says where, why, after which step, and how to resume."""
@@ -28,6 +30,7 @@ _IN_THE_FOLDER = {
     errno.EPERM: "there is no permission to write",
     errno.EFBIG: "a file is larger than it may be",
     errno.EIO: "the disk does not work",
+    errno.EREMOTEIO: "the bucket cannot be written",
 }
 
 
@@ -45,7 +48,7 @@ def disk_errors_explained(
             raise
 
         # The same command will find what is in the folder now.
-        again = f"the same command with hydra.run.dir={folder} goes on from"
+        again = f"the same command with hydra.run.dir={shown_place(folder)} goes on from"
         hint = "no whole checkpoint can be seen: when the disk can be written, "
         hint += f"{again} what is there, or anew"
         steps = []
@@ -72,6 +75,8 @@ def trouble(error: BaseException, folder: Path) -> str | None:
             if file.absolute().is_relative_to(folder.absolute()):
                 why = why or _IN_THE_FOLDER.get(cause.errno)
             if why:
+                if cause.errno == errno.EREMOTEIO:
+                    return f"{why}: {cause.strerror}"
                 return f"{why}: {file}"
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None

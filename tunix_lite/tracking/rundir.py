@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.basics import untrusted
+from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.plain_text import encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
@@ -304,7 +305,7 @@ class Status:
         if self.early_stopping:
             lines.append((self.early_stopping, "yellow"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
-        lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
+        lines.append((f"{steps}; everything is in {shown_place(self._run_dir.path)}", ""))
         if self.stopped:
             anew = "begins anew, as no step was made"
             does = f"with {resume_hint} goes on" if self.steps else anew

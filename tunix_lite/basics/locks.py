@@ -1,0 +1,21 @@
+"""The lock file of a folder, and whether a process has it."""
+
+import fcntl
+from pathlib import Path
+
+# It stays in the folder, and holds the name of the last owner.
+LOCK = ".lock"
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
+    seen."""
+    try:
+        with (folder / LOCK).open() as file:
+            # A shared lock is refused while a run has its own, and is gone with the file.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
