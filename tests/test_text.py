@@ -238,7 +238,8 @@ def test_a_run_of_epochs_takes_every_row_once_and_says_where_it_is(alone):
     for epoch in range(3):
         taken = sorted(row for batch in batches[epoch * each : (epoch + 1) * each] for row in batch)
         assert taken == list(range(num_rows))
-    rows = metrics_of(folder)
+    before, *rows = metrics_of(folder)
+    assert before["step"] == 0 and before["eval/loss"] > rows[-1]["eval/loss"] > 0
     assert [row["step"] for row in rows] == list(range(1, 3 * each + 1))
     assert rows[each]["train/epoch"] == pytest.approx(1 + 1 / each) and rows[-1]["train/epoch"] == 3
     assert rows[-1]["train/learning_rate"] < rows[0]["train/learning_rate"] / 4, "the schedule spans the run"
