@@ -68,18 +68,25 @@ def sample() -> None:
 def settings_of(work: dict) -> api.RunConfig:
     """A run of the command line with defaults, but for what is the same for all sides."""
     file = work["rows_file"]
+    data = [
+        "task=gsm8k",
+        f"task.source.train_file={file}",
+        f"task.source.held_out_file={file}",
+        f"task.prompt='{work['template']}'",
+        f"generation.max_prompt_length={work['prompt_length']}",
+        f"generation.max_new_tokens={work['new_tokens']}",
+    ]
+    if work["race"] == "text":
+        # TRL cuts joined documents into rows, too, and a token sees all before it in its row
+        rows = ["task.attention=across", "task.held_out_every=0", f"task.row_tokens={work['peer_width']}"]
+        data = ["task=text", f"task.train={file}", f"task.cache={work['folder']}/tokens", *rows]
     return api.compose(
         [
             f"model.weights={work['model']}",
             f"model.lora.rank={work['lora_rank']}",
-            "task=gsm8k",
-            f"task.source.train_file={file}",
-            f"task.source.held_out_file={file}",
-            f"task.prompt='{work['template']}'",
+            *data,
             *(["algorithm=sft"] if work["race"] != "grpo" else [f"algorithm.num_generations={work['generations']}"]),
             f"training.prompts_per_step={work['prompts']}",
-            f"generation.max_prompt_length={work['prompt_length']}",
-            f"generation.max_new_tokens={work['new_tokens']}",
             f"optimizer.learning_rate={work['learning_rate']}",
             "training.max_steps=1000",
             "training.save_interval_steps=0",
@@ -134,7 +141,7 @@ def source_of(session: Session, learner: Learner) -> ExperienceSource:
     """The model is loaded; what compiles from here on belongs to the first step."""
     task = session.parts.task
     examples, _ = task.batch(session.parts.resolved.batch.prompts, 0, 0)
-    ready(sum(map(len, task.prompts(examples))))
+    ready(0 if TURNS[0].work["race"] == "text" else sum(map(len, task.prompts(examples))))
     TURNS[0].wait()
     return FreshExperience(session, learner)
 
@@ -143,7 +150,9 @@ def learn() -> None:
     """`train`, as run_training.py calls it."""
     work = TURNS[0].work
     run = settings_of(work)
-    task = replace(run.task, rewards={"e": api.Reward(share_of_e)})
+    task = run.task
+    if work["race"] != "text":
+        task = replace(task, rewards={"e": api.Reward(share_of_e)})
     tracking = replace(run.tracking, observers={"turns": step_done})
     api.train(replace(run, task=task, tracking=tracking), Path(work["folder"]) / "run", make_source=source_of)
 
@@ -152,7 +161,7 @@ def main() -> None:
     turns = Turns()
     TURNS.append(turns)
     keep_programs(turns.work["programs"])
-    {"sampling": sample, "scoring": score, "grpo": learn, "sft": learn}[turns.work["race"]]()
+    {"sampling": sample, "scoring": score, "grpo": learn, "sft": learn, "text": learn}[turns.work["race"]]()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ compiled programs, for one call, and with those that the first has kept. The fir
 itself, and figures are medians over the rounds that follow. One JSON file a race, written after each of its cells;
 a cell that is there is not raced again, unless a side is missing or --again is given. `sampling`: so many requests at
 once, tokens until the end or the limit. `scoring`: log-probabilities of so many tokens after each prompt. `grpo`: whole
-steps, prompts x completions x tokens. `sft`: whole steps.
+steps, prompts x completions x tokens. `sft`: whole steps. `text`: whole steps on full rows, rows x tokens.
 """
 
 import argparse
@@ -52,6 +52,7 @@ RACES = {
     "scoring": ("ours", "transformers"),
     "grpo": ("ours", "trl"),
     "sft": ("ours", "trl"),
+    "text": ("ours", "trl"),
 }
 THREADS = 2
 # What all sides get in all races. settings: of our runs, such as training.packing=none.
@@ -75,6 +76,7 @@ def cells() -> dict[str, dict]:
     # TRL packs rows of about two problems each, so that both sides learn from as many tokens in an update
     packed = {"peer_width": 512, "peer_batch": 1, "peer_passes": 8}
     sizes["sft 16 rows"] = {"prompts": 16, "new_tokens": 512} | packed
+    sizes["text 8 x 512"] = {"prompts": 8, "new_tokens": 511, "prompt_length": 1} | packed
     return {
         f"{race} {model} {size}": COMMON | {"race": race, "of_model": model} | work
         for model in MODELS
@@ -88,8 +90,8 @@ def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
     from tunix_lite.tasks.gsm8k import Gsm8k
 
     model_folder, template = MODELS[work["of_model"]]
-    # an update of SFT takes other rows each time
-    needed = work["prompts"] * (4 if work["race"] == "sft" else 1)
+    # an update of SFT takes other rows each time, and a row of text some four of them
+    needed = work["prompts"] * {"sft": 4, "text": 64}.get(work["race"], 1)
     lines = args.rows.read_text().splitlines()[:needed]
     if len(lines) < needed:
         sys.exit(f"--rows: {args.rows} has {len(lines)} rows; this race needs {needed}")
@@ -98,6 +100,9 @@ def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
     examples = list(Gsm8k(train_file=str(file), held_out_file=str(file)).train)
     work = work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
     work |= {"model": str(args.models / model_folder), "programs": str(folder / "programs")}
+    if work["race"] == "text":
+        work["texts"] = [f"{example['question']}\n{example['completion']}" for example in examples]
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in work["texts"]))
     work["gguf"] = str(args.gguf / model_folder / "weights.gguf") if args.gguf else ""
     if work["race"] in ("sampling", "scoring"):
         tokenizer = Tokenizer.load(work["model"])

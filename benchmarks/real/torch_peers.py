@@ -172,8 +172,8 @@ def learn_from_demonstrations(turns: Turns, began: float) -> None:
 
     work = turns.work
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
-    rows = []
-    for example in work["examples"]:
+    rows = [{"text": text} for text in work.get("texts", ())]
+    for example in () if rows else work["examples"]:
         prompt = as_prompt(work, example, tokenizer)
         text = example["completion"]
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -184,6 +184,7 @@ def learn_from_demonstrations(turns: Turns, began: float) -> None:
         args=SFTConfig(
             **common_settings(work),
             packing=width > 0,
+            packing_strategy="wrapped" if work["race"] == "text" else "bfd",
             max_length=width or work["prompt_length"] + work["new_tokens"],
             per_device_train_batch_size=work["peer_batch"],
             gradient_accumulation_steps=work["peer_passes"],
@@ -202,6 +203,7 @@ def main() -> None:
     torch.manual_seed(0)
     logging.set_verbosity_error()
     races = {"sampling": sample, "scoring": score, "grpo": learn_from_samples, "sft": learn_from_demonstrations}
+    races["text"] = learn_from_demonstrations
     races[turns.work["race"]](turns, time.perf_counter())
 
 
