@@ -1,21 +1,27 @@
 """Rollouts that overlap with learning: what goes on over an update, what an update takes, what is remembered."""
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import overlap_worker
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Policy, who_answers
+from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sequences import sequence_sum
+from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import (
     Conversation,
     Rollout,
+    RowBatch,
     SampledTurn,
+    TokenScores,
     TrainState,
     TurnReply,
 )
@@ -144,8 +150,14 @@ class Grades:
         self.rows[row] = list(tokens)
 
 
-class Numbers(overlap_worker.Numbers):
+class Numbers(SimpleNamespace):
     """A task whose examples are numbers; every step has prompts of its own."""
+
+    leaves_out = False
+    tokenizer = SimpleNamespace(pad_id=0)
+
+    def batch(self, count, seed, rollout):
+        return [{"n": rollout * count + i} for i in range(count)], 0
 
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
@@ -154,9 +166,14 @@ class Numbers(overlap_worker.Numbers):
         return Grades()
 
 
-def session_of(overlap, staleness, task=None):
+def session_of(overlap, staleness, prompts=3):
+    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
     rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
-    return overlap_worker.session_of(rollout, task or Numbers(), GenerationConfig(PROMPT, NEW))
+    generation = GenerationConfig(PROMPT, NEW)
+    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
+    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
+    stopping = SimpleNamespace(check_between_chunks=lambda: None)
+    return SimpleNamespace(run=run, parts=parts, task=Numbers(), stopping=stopping)
 
 
 def carry_of(cfg, staleness, start=None, sampler=None):
@@ -270,7 +287,9 @@ class Talks(Numbers):
 
 
 def one_step_of_talks(start=None, delay=0):
-    return OneStepOffPolicy(session_of("one_step", 1, Talks(delay=delay)), start or InFlight([], 0))
+    session = session_of("one_step", 1)
+    session.task = Talks(delay=delay)
+    return OneStepOffPolicy(session, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
@@ -353,13 +372,18 @@ def test_conversations_of_a_checkpoint_are_those_that_were_kept_and_damage_is_na
     assert found.last_turns == [rollout.tokens[0, 7:8].tolist(), rollout.tokens[1, 3:4].tolist()]
     np.testing.assert_equal(found.as_arrays(), arrays)
 
-    def text(new):
-        return {"conversations": np.frombuffer(new.encode(), np.uint8)}
+    def text(old, new):
+        changed = arrays["conversations"].tobytes().decode().replace(old, new) if old else new
+        return {"conversations": np.frombuffer(changed.encode(), np.uint8)}
 
     damaged = {
         "`logprobs` is float32 of": {"logprobs": np.zeros((2, 8), np.float32)},
-        "`conversations` has 0 and not 2": text('{"conversations": []}'),
-        "`conversations` holds none: it is nested too deep": text("[" * 100_000),
+        "`turn_ids` is float64": {"turn_ids": np.ones(shape)},
+        "`step` is int64 of": {"step": np.array([7, 7])},
+        "`conversations` has 0 and not 2": text("", '{"conversations": []}'),
+        "`conversations` holds none: 'turns'": text("", '{"conversations": [{}, {}]}'),
+        "`conversations` holds none: it is nested too deep": text("", "[" * 100_000),
+        "`conversations` holds none: invalid literal": text('"begin": 3', '"begin": "x"'),
         "and rows have 4": {name: value[:, :4] for name, value in arrays.items() if np.shape(value) == shape},
     }
     for message, changes in damaged.items():
@@ -436,6 +460,64 @@ def test_the_devices_that_sample_come_after_those_that_learn():
         ids((-1, 1), (1, 1))
 
 
+# ---- the gradient
+
+
+def product_ratio(log_ratio_RW, batch):
+    """A completion has one ratio, the product of its tokens' ratios: the importance weight."""
+    return sequence_sum(log_ratio_RW, batch)
+
+
+def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
+    """All completions over {end, a, b} of up to three tokens, by a table of logits for each prefix. The first token was
+    drawn two updates ago, the second one ago, the third now; a third of the completions began one update later."""
+    rng = np.random.default_rng(0)
+    prefixes = [p for n in range(3) for p in itertools.product((1, 2), repeat=n)]
+    tables = rng.normal(size=(3, len(prefixes), 3))
+    log_tables = tables - np.log(np.exp(tables).sum(axis=-1, keepdims=True))
+    short = [(*p, 0) for p in prefixes]
+    completions = short + [(*p, t) for p in prefixes if len(p) == 2 for t in (1, 2)]
+    values = rng.normal(size=len(completions))
+
+    def places(y):
+        return [prefixes.index(y[:t]) for t in range(len(y))]
+
+    for versions, share in (((0, 1, 2), 2 / 3), ((1, 2, 2), 1 / 3)):
+        old = [[log_tables[v, s, t] for v, s, t in zip(versions, places(y), y)] for y in completions]
+        drawn_with = np.array([np.exp(sum(row)) for row in old])
+        np.testing.assert_allclose(drawn_with.sum(), 1)
+
+        # By hand: sum over completions of p(y) A(y) d log p(y), with the policy now.
+        wanted = np.zeros(log_tables[2].shape)
+        for y, value in zip(completions, values):
+            chance = np.exp(sum(log_tables[2, s, t] for s, t in zip(places(y), y)))
+            for s, t in zip(places(y), y):
+                wanted[s] += chance * value * (np.eye(3)[t] - np.exp(log_tables[2, s]))
+
+        # By our loss: each completion once, weighted by how often it is drawn.
+        mask = np.array([[t < len(y) for t in range(3)] for y in completions])
+        padded = np.array([(*y, 0, 0)[:3] for y in completions])
+        where = np.array([(*places(y), 0, 0)[:3] for y in completions])
+        # what per_sequence gives, in float64
+        weights = mask / mask.sum(axis=1, keepdims=True) * drawn_with[:, None]
+        algorithm = GRPO(ratio=product_ratio, clip_low=None, clip_high=None, weighting=per_sequence)
+        with jax.enable_x64(True):
+            batch = RowBatch(
+                tokens=jnp.asarray(padded),
+                token_mask=jnp.asarray(mask),
+                loss_weight=jnp.asarray(share * weights),
+                advantages=jnp.asarray(np.broadcast_to(values[:, None], mask.shape)),
+                old_logprobs=jnp.asarray([(*row, 0.0, 0.0)[:3] for row in old]),
+            )
+
+            def loss(table, batch=batch, where=where, padded=padded, algorithm=algorithm):
+                logprobs = jax.nn.log_softmax(table)[where, padded]
+                return algorithm.loss(TokenScores(logprobs, jnp.zeros_like(logprobs)), batch)[0]
+
+            found = jax.grad(loss)(jnp.asarray(tables[2]))
+        np.testing.assert_allclose(-np.asarray(found), share * wanted, atol=1e-12)
+
+
 # ---- settings and files
 
 CARRY = ["rollout.overlap=carry"]
@@ -444,6 +526,8 @@ CARRY = ["rollout.overlap=carry"]
 @pytest.mark.parametrize(
     "settings, message",
     [
+        (["rollout.overlap=later"], "it is none, carry or one_step"),
+        ([*CARRY, "rollout.max_staleness=-1"], "must not be negative"),
         ([*CARRY, "algorithm=sft"], "nothing is sampled"),
         ([*CARRY, "algorithm=rloo"], "algorithm.ratio=no_ratio is right only for tokens of the current"),
         ([*CARRY, "algorithm.agreeing_groups=replace", "algorithm.max_rounds=2"], "set algorithm.agreeing_groups=drop"),
@@ -451,6 +535,7 @@ CARRY = ["rollout.overlap=carry"]
         ([*CARRY, "task=guessing"], "a conversation is not carried over an update"),
         ([*CARRY, "rollout.mesh_shape=[[1,1],[fsdp,tp]]"], "is for rollout.overlap=one_step"),
         (["rollout.overlap=one_step", "rollout.mesh_shape=[[-1,1],[fsdp,tp]]"], "write the number of devices"),
+        (["rollout.overlap=one_step", "rollout.mesh_shape=[[0,1],[fsdp,tp]]"], "'rollout.mesh_shape=[[4,1],[fsdp"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_in_one_line(settings, message):
