@@ -151,7 +151,20 @@ def variable(name: str, completion: str, example: dict) -> str:
     return os.environ[name]
 
 
-bound_nameless = partial(lambda completion, example: 1.0)
+def begins(completion: str, example: dict) -> float:
+    """When it was called, by the clock of all processes. It takes a while."""
+    now = time.monotonic()
+    time.sleep(example["seconds"])
+    return now
+
+
+def slowly(completion: str, example: dict) -> float:
+    """Late where the example says so, so that later ones are done before."""
+    time.sleep(example["seconds"])
+    return float(len(completion))
+
+
+nameless, bound_nameless = (lambda completion, example: 1.0), partial(lambda completion, example: 1.0)
 
 
 def ranked(completions: list[str], example: dict) -> list[float]:

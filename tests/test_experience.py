@@ -47,11 +47,12 @@ def source(algorithm, prompts=2):
         return [{"n": seed % 1000 + rollout * count + i} for i in range(count)], 1
 
     task = SimpleNamespace(batch=batch, leaves_out=True)
-    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts), rows=RowLayout())
+    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)
     session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console, stopping=None)
-    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), overlap=None)
+    resolved = SimpleNamespace(rows=RowLayout())
+    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), overlap=None, resolved=resolved)
     return FreshExperience(session, learner)
 
 

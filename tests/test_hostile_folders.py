@@ -796,7 +796,7 @@ def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_f
     *found, wrong = within_seconds(lambda: read_status(run_dir.status))
     assert found == [{}, 0.0, None] and wrong.startswith(f"{run_dir.status} ") and "\n" not in wrong
 
-    said = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    said = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2), loss_examples=0)
     said.training = SimpleNamespace(max_steps=8)
     assert within_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
     is_refused(lambda: check_rows(run_dir.metrics, 1, 0), "metrics.jsonl")
@@ -814,6 +814,6 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
     assert max(len(line) for _, line, _ in found) == MOST_LINE
     with pytest.raises(ValueError, match="line 2 of .*metrics.jsonl is not the metrics of a step"):
         check_rows(file, 5, 0)
-    run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
+    run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2), loss_examples=0)
     run.training = SimpleNamespace(max_steps=8)
     np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 4), {"train/loss": 0.5, "none": math.nan})

@@ -99,6 +99,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         prompts=lambda examples: None,
         grader=lambda examples, G: grader,
         demonstrations=lambda examples: (tokens, token_mask, counted),
+        segments=lambda examples: None,
     )
     examples = [{} for _ in fixture.rewards]
     batch, _, _ = algorithm.collect(policy, task, None, examples, jax.random.key(0))

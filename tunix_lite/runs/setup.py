@@ -278,7 +278,8 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     reason = f"auto: {before}, as in the run that goes on"
     counted = parts.resolved.run
     training = replace(resolved.run.training, max_steps=counted.training.max_steps)
-    again = replace(resolved.run, task=counted.task, training=training)
+    counts = {"task": counted.task, "evaluation": counted.evaluation}
+    again = replace(resolved.run, training=training, **counts)
     return replace(parts, resolved=replace(resolved, run=again, packing_reason=reason))
 
 
