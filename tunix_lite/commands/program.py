@@ -29,6 +29,7 @@ from tunix_lite.distributed.command_line import (
     conf_dir,
     config_dir,
     folder_given,
+    folder_key,
     on_this_machine,
 )
 from tunix_lite.distributed.folder_lock import LOCK
@@ -80,6 +81,8 @@ def main(
         refuse_foreign(argv, setting_names((), argv), HYDRA)
         with error_context(""):
             sys.argv[1:] = flags_first(on_this_machine(argv))
+        with error_context(folder_key(argv)):
+            as_path(folder_given(sys.argv[1:]) or ".")
         with error_context(""):
             check_config_dir(config_dir(argv))
         parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)

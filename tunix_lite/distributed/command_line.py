@@ -7,8 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 from tunix_lite.basics.addresses import check_on_disk, check_place, is_address, place_here
-from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.untrusted import as_path
 
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
@@ -57,8 +55,6 @@ def on_this_machine(arguments: list[str]) -> list[str]:
     folder = folder_given(arguments)
     key = folder_key(arguments)
     if folder is None or not is_address(folder):
-        with error_context(key):
-            as_path(folder or ".")
         return arguments
     check_place(key, folder)
     if key != "hydra.run.dir" or SWEEPS & set(arguments):
