@@ -125,10 +125,16 @@ class TextTaskConfig(TaskConfig):
             raise ValueError(f"row_tokens={self.row_tokens} must be at least 2")
         if self.held_out_every < 0 or self.held_out_every == 1:
             raise ValueError(
-                f"held_out_every={self.held_out_every} is 0, or 2 or more: 1 leaves nothing to "
-                "train on"
+                f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing "
+                "to train on"
             )
         text = self.separator
+        if text is not None and "\\n" in text:
+            # Hydra takes the letters between quotes as they are
+            raise ValueError(
+                f"separator={text} has a backslash and an n in place of a newline; in bash write "
+                "task.separator=$'\"\\n\\n\"'"
+            )
         ends = [] if text is None else [text[i:] for i in range(1, len(text))]
         if any(text.startswith(end) for end in ends) and text != text[0] * len(text):
             raise ValueError(

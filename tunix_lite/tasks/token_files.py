@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
@@ -74,8 +75,9 @@ def files_of(pattern: str) -> list[str]:
         raise ValueError(f"{pattern}{why}")
     for file in files:
         if not file.endswith(FORMATS):
+            many = "; name files in it by a pattern, '*.jsonl'" if os.path.isdir(file) else ""
             raise ValueError(
-                f"{file} is no text file; its name ends with {', '.join(FORMATS)}"
+                f"{file} is no text file: its name must end with {', '.join(FORMATS)}{many}"
             )
     return files
 
@@ -225,8 +227,12 @@ class TokenFiles:
                 raise ValueError(f"{place}: {error}") from error
             text = row.get(self.field)
             if not isinstance(text, str):
+                if self.field in row:
+                    raise ValueError(
+                        f"{place}: {self.field!r} holds {shortened(text)}, which is no text"
+                    )
                 raise ValueError(
-                    f"{place}: no text in {self.field!r}; the row has {fields_of(row)}: "
+                    f"{place}: no {self.field!r}; the row has {fields_of(row)}: "
                     "task.field=NAME says which field is the text"
                 )
             if text.strip():
