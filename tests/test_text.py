@@ -353,6 +353,8 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         (["training.max_steps=3", "training.epochs=2"], "training.max_steps=null counts epochs"),
         (["training.last_batch=keep"], "give training.epochs"),
         (["task.train=none.txt"], "names no file"),
+        (["task.cache=/proc/none"], "task.cache=/proc/none cannot be written: No such file"),
+        (["task.cache=gs://bucket/text"], "no address can stand here"),
         (["training.prompts_per_step=9996", "training.epochs=1"], "an epoch of .* rows has no batch"),
     ],
 )

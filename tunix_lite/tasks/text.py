@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, parquet_of_hub, pinned
 from tunix_lite.tasks.processes import shared_errors
@@ -119,6 +120,7 @@ class TextTaskConfig(TaskConfig):
     def __post_init__(self):
         if self.train is None:
             raise ValueError("train is missing: give task.train=FILE, or a pattern")
+        check_on_disk("cache", self.cache)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}")
         if self.row_tokens < 2:

@@ -137,8 +137,8 @@ class TokenFiles:
 
     def rows(self, split: str, width: int) -> "TokenRows":
         """The rows of a split, `train` or `held_out`, of `width` tokens each. The first call makes
-        what is missing of the tokens. Raises ValueError, with the place, for a malformed document;
-        OSError."""
+        what is missing of the tokens. Raises ValueError, with the place, for a malformed document,
+        or if the cache cannot be written; OSError."""
         index, count = self.process
         last_seen = time.monotonic()
         for i in sorted(range(len(self.parts)), key=lambda i: i % count != index):
@@ -179,21 +179,26 @@ class TokenFiles:
                     count += 1
 
         folder = self.folders[number]
-        folder.parent.mkdir(parents=True, exist_ok=True)
         about = {}
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, ignore_cleanup_errors=True
-        ) as made:
-            for split in splits:
-                Path(made, f"{split}.tokens").write_bytes(tokens[split])
-                Path(made, f"{split}.ends").write_bytes(ends[split])
-                digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
-                about[split] = [len(tokens[split]), len(ends[split]), digest]
-            Path(made, "about.json").write_text(json.dumps(about))
-            os.chmod(made, 0o755)
-            # else another process was first
-            with contextlib.suppress(OSError):
-                os.rename(made, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(
+                dir=folder.parent, ignore_cleanup_errors=True
+            ) as made:
+                for split in splits:
+                    Path(made, f"{split}.tokens").write_bytes(tokens[split])
+                    Path(made, f"{split}.ends").write_bytes(ends[split])
+                    digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
+                    about[split] = [len(tokens[split]), len(ends[split]), digest]
+                Path(made, "about.json").write_text(json.dumps(about))
+                os.chmod(made, 0o755)
+                # else another process was first
+                with contextlib.suppress(OSError):
+                    os.rename(made, folder)
+        except OSError as error:
+            raise ValueError(
+                f"task.cache={self.cache} cannot be written: {error.strerror}"
+            ) from error
 
     def _is_whole(self, part: _Part) -> bool:
         """Returns whether the file of the part is one document."""
