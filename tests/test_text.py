@@ -15,6 +15,7 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
+from tunix_lite.distributed import agreement
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -362,3 +363,9 @@ def test_settings_that_text_cannot_have_say_what_would_be_right(settings, wrong,
     words = [f"task.train={written(tmp_path, 'jsonl')}", f"task.cache={tmp_path}", "task.row_tokens=16"]
     with pytest.raises(ConfigError, match=wrong):
         find_parts(compose(["algorithm=sft", "task=text", *words, *settings]))
+
+
+def test_processes_can_compare_the_code_of_a_task_of_text(tmp_path):
+    # its source holds the settings that hold the source
+    run = compose(["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'jsonl')}"])
+    assert agreement.user_code_digests(run) == {}
