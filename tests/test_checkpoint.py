@@ -76,7 +76,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_without_a_measurement_no_checkpoint_is_best(tmp_path):
     checkpoints = saved(tmp_path, 2, 4)
-    with pytest.raises(ValueError, match=r"nothing was measured at a checkpoint of .* number of one: step=4$"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of .* has a value of training.best_metric; give the number of one: step=4$"
+    ):
         checkpoints.chosen_step("best")
     about = tmp_path / "4" / "about.json"
     about.write_text('{"step": 4, "measured": {"metric": "eval/loss"}}')

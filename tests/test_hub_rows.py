@@ -279,6 +279,11 @@ def test_a_name_has_up_to_four_parts(name, parts):
     assert data == parts and HubData.parse(str(data)) == data
 
 
+def test_a_folder_that_is_not_there_is_no_name_of_the_hub(tmp_path):
+    with pytest.raises(ValueError, match=f"hub:{tmp_path}/none:main: there is no such folder"):
+        pinned(f"hub:{tmp_path}/none:main", "train")
+
+
 @pytest.mark.parametrize("name", ["hub:", "hub:a:b:c:d", "hub:org/name@:main"])
 def test_another_form_is_refused_before_anything_is_read(name):
     with pytest.raises(ValueError, match=r"a data set of the hub is hub:org/name, with @REVISION, :CONFIG and :SPLIT"):

@@ -15,6 +15,7 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
+from tunix_lite.distributed import agreement
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -122,8 +123,8 @@ def test_special_tokens_in_text_are_letters_unless_they_are_meant(tokenizer, tmp
 @pytest.mark.parametrize(
     "line, wrong",
     [
-        (b'{"text": 3}\n', "no text in 'text'.*task.field=NAME"),
-        (b'{"body": "x"}\n', "no text in 'text'; the row has .*body"),
+        (b'{"text": 3}\n', "'text' holds 3, which is no text"),
+        (b'{"body": "x"}\n', "no 'text'; the row has .*body.*task.field=NAME"),
         (b'{"text": "\\ud800"}\n', "lone surrogate"),
         (b'{"text": \n', "not JSON"),
         (b'{"text": "\xff"}\n', "not UTF-8"),
@@ -339,12 +340,22 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         (["training.packing=sequences"], "set training.packing=none"),
         (["evaluation.num_examples=4"], "set evaluation.num_examples=0"),
         (["evaluation.loss_examples=4", "task.held_out_every=0"], "task.held_out_every=10 holds out one in ten"),
+        (
+            ["training.best_metric=eval/loss", "training.keep_best_checkpoints=1", "task.held_out_every=0"],
+            "task.held_out_every=10 holds out one in ten",
+        ),
         (["generation.long_prompts=drop"], "set generation.long_prompts=error"),
         (["task.attention=all"], "documents or across"),
         (['task.separator="-=-"'], "ends as it begins"),
+        ([r"task.separator='\n\n'"], "in bash write task.separator="),
+        (["task.row_tokens=1024"], "set task.row_tokens=512"),
+        (["task.held_out_every=1"], "must be 0, or 2 or more"),
+        (["task.train=."], "name files in it by a pattern"),
         (["training.max_steps=3", "training.epochs=2"], "training.max_steps=null counts epochs"),
         (["training.last_batch=keep"], "give training.epochs"),
         (["task.train=none.txt"], "names no file"),
+        (["task.cache=/proc/none"], "task.cache=/proc/none cannot be written: No such file"),
+        (["task.cache=gs://bucket/text"], "no address can stand here"),
         (["training.prompts_per_step=9996", "training.epochs=1"], "an epoch of .* rows has no batch"),
     ],
 )
@@ -352,3 +363,9 @@ def test_settings_that_text_cannot_have_say_what_would_be_right(settings, wrong,
     words = [f"task.train={written(tmp_path, 'jsonl')}", f"task.cache={tmp_path}", "task.row_tokens=16"]
     with pytest.raises(ConfigError, match=wrong):
         find_parts(compose(["algorithm=sft", "task=text", *words, *settings]))
+
+
+def test_processes_can_compare_the_code_of_a_task_of_text(tmp_path):
+    # its source holds the settings that hold the source
+    run = compose(["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'jsonl')}"])
+    assert agreement.user_code_digests(run) == {}

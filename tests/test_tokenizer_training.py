@@ -67,6 +67,15 @@ def command(monkeypatch, capsys, *words) -> tuple[int, str, str]:
     return code, out, err
 
 
+@pytest.mark.parametrize("out, wrong", [("new", "there is no text to learn from"), ("empty.txt", "is a file")])
+def test_nothing_to_learn_from_and_a_file_for_a_folder_are_refused(out, wrong, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.txt").touch()
+    words = ["task=text", f"task.train={tmp_path}/empty.txt", f"out={tmp_path / out}"]
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 2 and wrong in err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_model_trains_with_the_tokenizer_of_its_task(tmp_path, monkeypatch, capsys):
     rows = [{"prompt": story[:20], "completion": story[20:]} for story in STORIES]
     file, folder = tmp_path / "stories.jsonl", tmp_path / "tokenizer"

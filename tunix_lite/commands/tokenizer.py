@@ -43,10 +43,14 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
     """Trains the tokenizer, and says how large and how good it is. Raises ConfigError."""
     folder = Path(settings.out).expanduser()
     with error_context("out"):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file; give out=FOLDER")
         if (folder / "tokenizer.json").exists() and not settings.overwrite:
             raise ValueError(f"{folder} has a tokenizer; overwrite=true replaces it")
     with error_context("task"):
         texts = list(run.task.texts(settings.num_examples))
+        if not texts:
+            raise ValueError("there is no text to learn from")
     with error_context(""):
         made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
     sample = [texts[i] for i in spread(len(texts), 1000)]

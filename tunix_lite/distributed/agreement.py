@@ -123,8 +123,11 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
     inside = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield name, type(value)
+        # what is made of settings may hold them: a source of text does
         inside = {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.init
         }
     elif isinstance(value, partial):
         yield name, value.func

@@ -212,8 +212,14 @@ def find_parts(run: RunConfig) -> Parts:
     if run.task.packs_rows:
         with error_context("task"), Progress(StandardError(), task.config.source.doing):
             task.describe()
-        # a short text may hold out nothing
-        rows = min(EVALUATED, len(task.config.source.held_out))
+            # a short text may hold out nothing
+            rows = min(EVALUATED, len(task.config.source.held_out))
+            ranks = run.training.ranks and run.training.best_metric.startswith("eval/")
+            if (run.evaluation.loss_examples or ranks) and not rows:
+                raise ValueError(
+                    "no document is held out, so there is no loss to measure: "
+                    "task.held_out_every=10 holds out one in ten, task.held_out names a file"
+                )
         if run.evaluation.loss_examples is None and run.algorithm.needs.held_out_loss:
             evaluation = replace(run.evaluation, loss_examples=rows)
             resolved = replace(resolved, run=replace(resolved.run, evaluation=evaluation))
@@ -365,12 +371,6 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             first, _ = task.batch(num_prompts, run.seed, 0)
             for name in task.learned:
                 task.demonstrations(first, name)
-            ranks = run.training.ranks and run.training.best_metric.startswith("eval/")
-            if (run.evaluation.loss_examples or ranks) and not len(run.task.source.held_out):
-                raise ValueError(
-                    "no document is held out, whose loss is to be measured: "
-                    "task.held_out_every=10 holds out one in ten, task.held_out names a file"
-                )
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)

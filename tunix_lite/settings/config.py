@@ -376,10 +376,12 @@ class RunConfig:
         of = "loss" if name in OF_LOSS else "num"
         count = self.loss_examples if of == "loss" else evaluation.num_examples
         if training.ranks and part == "eval" and not count:
+            needed = " with algorithm=sft, dpo or distill" if of == "loss" else ""
+            other = "eval/accuracy" if of == "loss" else "eval/loss with algorithm=sft"
             raise ValueError(
                 f"training.best_metric={training.best_metric} is not measured, as "
-                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric, such "
-                "as training.best_metric=eval/loss with algorithm=sft"
+                f"evaluation.{of}_examples is 0 here; set it above 0{needed}, or name another "
+                f"metric, such as training.best_metric={other}"
             )
 
     @property
@@ -389,7 +391,9 @@ class RunConfig:
         if self.algorithm.needs.held_out_loss is None:
             return 0
         wanted = evaluation.loss_examples
-        return evaluation.num_examples if wanted is None else wanted
+        # a start counts the rows of text that are held out
+        usual = EVALUATED if self.task.packs_rows else evaluation.num_examples
+        return usual if wanted is None else wanted
 
     @property
     def learning_temperature(self) -> float:
@@ -463,7 +467,7 @@ def _check_task(run: RunConfig) -> None:
             }
             for remedy in filter(wrong.get, wrong):
                 raise ValueError(
-                    f"rows of text are full, and no prompts to sample from: {remedy}"
+                    f"rows of text are full, and have no prompts to sample from: {remedy}"
                 )
         if run.rewards.workers:
             check_portable(run.task.functions())

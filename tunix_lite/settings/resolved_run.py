@@ -497,6 +497,11 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
     """Raises ValueError for settings that a model cannot follow, or that would train wrongly."""
     settings = run.generation
     total = settings.max_prompt_length + settings.max_new_tokens
+    if total > cfg.max_positions and run.task.packs_rows:
+        raise ValueError(
+            f"task.row_tokens={total} is more than the {cfg.max_positions} tokens that the model "
+            f"was made for; set task.row_tokens={cfg.max_positions}"
+        )
     if total > cfg.max_positions:
         more = 0 if cfg.longrope is None else cfg.longrope.long_positions
         longer = f"; model.architecture.max_positions={more} takes factors of long sequences"

@@ -134,6 +134,8 @@ def _builder(repo: str, revision: str | None, config: str | None) -> Any:
             f"{HUB}{repo} is read by the datasets library: pip install -e '.[hub]'"
         ) from error
     if not Path(repo).is_dir():
+        if repo.startswith(("/", ".", "~")):
+            raise ValueError("there is no such folder; ~ is not replaced here")
         commit = commit_of_data(repo, revision)
         # else the library would try for minutes
         datasets.config.HF_HUB_OFFLINE |= commit is None

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, parquet_of_hub, pinned
 from tunix_lite.tasks.processes import shared_errors
@@ -119,16 +120,23 @@ class TextTaskConfig(TaskConfig):
     def __post_init__(self):
         if self.train is None:
             raise ValueError("train is missing: give task.train=FILE, or a pattern")
+        check_on_disk("cache", self.cache)
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}")
         if self.row_tokens < 2:
             raise ValueError(f"row_tokens={self.row_tokens} must be at least 2")
         if self.held_out_every < 0 or self.held_out_every == 1:
             raise ValueError(
-                f"held_out_every={self.held_out_every} is 0, or 2 or more: 1 leaves nothing to "
-                "train on"
+                f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing "
+                "to train on"
             )
         text = self.separator
+        if text is not None and "\\n" in text:
+            # Hydra takes the letters between quotes as they are
+            raise ValueError(
+                f"separator={text} has a backslash and an n in place of a newline; in bash write "
+                "task.separator=$'\"\\n\\n\"'"
+            )
         ends = [] if text is None else [text[i:] for i in range(1, len(text))]
         if any(text.startswith(end) for end in ends) and text != text[0] * len(text):
             raise ValueError(

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
@@ -74,8 +75,9 @@ def files_of(pattern: str) -> list[str]:
         raise ValueError(f"{pattern}{why}")
     for file in files:
         if not file.endswith(FORMATS):
+            many = "; name files in it by a pattern, '*.jsonl'" if os.path.isdir(file) else ""
             raise ValueError(
-                f"{file} is no text file; its name ends with {', '.join(FORMATS)}"
+                f"{file} is no text file: its name must end with {', '.join(FORMATS)}{many}"
             )
     return files
 
@@ -135,8 +137,8 @@ class TokenFiles:
 
     def rows(self, split: str, width: int) -> "TokenRows":
         """The rows of a split, `train` or `held_out`, of `width` tokens each. The first call makes
-        what is missing of the tokens. Raises ValueError, with the place, for a malformed document;
-        OSError."""
+        what is missing of the tokens. Raises ValueError, with the place, for a malformed document,
+        or if the cache cannot be written; OSError."""
         index, count = self.process
         last_seen = time.monotonic()
         for i in sorted(range(len(self.parts)), key=lambda i: i % count != index):
@@ -177,21 +179,26 @@ class TokenFiles:
                     count += 1
 
         folder = self.folders[number]
-        folder.parent.mkdir(parents=True, exist_ok=True)
         about = {}
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, ignore_cleanup_errors=True
-        ) as made:
-            for split in splits:
-                Path(made, f"{split}.tokens").write_bytes(tokens[split])
-                Path(made, f"{split}.ends").write_bytes(ends[split])
-                digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
-                about[split] = [len(tokens[split]), len(ends[split]), digest]
-            Path(made, "about.json").write_text(json.dumps(about))
-            os.chmod(made, 0o755)
-            # else another process was first
-            with contextlib.suppress(OSError):
-                os.rename(made, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(
+                dir=folder.parent, ignore_cleanup_errors=True
+            ) as made:
+                for split in splits:
+                    Path(made, f"{split}.tokens").write_bytes(tokens[split])
+                    Path(made, f"{split}.ends").write_bytes(ends[split])
+                    digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
+                    about[split] = [len(tokens[split]), len(ends[split]), digest]
+                Path(made, "about.json").write_text(json.dumps(about))
+                os.chmod(made, 0o755)
+                # else another process was first
+                with contextlib.suppress(OSError):
+                    os.rename(made, folder)
+        except OSError as error:
+            raise ValueError(
+                f"task.cache={self.cache} cannot be written: {error.strerror}"
+            ) from error
 
     def _is_whole(self, part: _Part) -> bool:
         """Returns whether the file of the part is one document."""
@@ -225,8 +232,12 @@ class TokenFiles:
                 raise ValueError(f"{place}: {error}") from error
             text = row.get(self.field)
             if not isinstance(text, str):
+                if self.field in row:
+                    raise ValueError(
+                        f"{place}: {self.field!r} holds {shortened(text)}, which is no text"
+                    )
                 raise ValueError(
-                    f"{place}: no text in {self.field!r}; the row has {fields_of(row)}: "
+                    f"{place}: no {self.field!r}; the row has {fields_of(row)}: "
                     "task.field=NAME says which field is the text"
                 )
             if text.strip():

@@ -234,7 +234,7 @@ class Checkpoints:
             ranked = self.from_best(steps)
             if not ranked:
                 raise ValueError(
-                    f"nothing was measured at a checkpoint of {self.folder}, so none is best; give "
+                    f"no checkpoint of {self.folder} has a value of training.best_metric; give "
                     f"the number of one: step={steps[-1]}"
                 )
             return ranked[0]
