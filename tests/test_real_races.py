@@ -46,5 +46,5 @@ def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_p
     assert lines[5:] == [
         "grpo smollm2 tiny, llama_cpp: not measured. no node-llama-cpp: npm install",
         "grpo smollm2 tiny: prompt_tokens differs, {'ours': 12, 'trl': 13}",
-        "grpo: P, 2 cores, jax 1, trl 2; load before 0.25 at most; 2026-11-27 abc",
+        "grpo: P, 2 cores, jax 1, trl 2; 3 rounds; load before 0.25 at most; 2026-11-27 abc",
     ]

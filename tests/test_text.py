@@ -282,6 +282,16 @@ def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+def test_a_file_in_the_place_of_tokens_is_an_error_and_not_waited_for(tokenizer, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("one")
+    files = TokenFiles(str(corpus), tokenizer, tmp_path / "cache")
+    files.folders[0].parent.mkdir(parents=True)
+    files.folders[0].write_text("no folder")
+    with pytest.raises(ValueError, match="cannot be written"):
+        files.rows("train", 8)
+
+
 # ---- the loss
 
 

@@ -230,7 +230,10 @@ def conditions(name: str, kept: dict[str, dict]) -> list[str]:
     facts = [one["facts"] for each in kept.values() for one in each["sides"].values() if "facts" in one]
     versions = {f"{package} {number}" for each in facts for package, number in each["versions"].items()}
     since = sorted({f"{each['date']} {each['commit']}" for each in kept.values()})
-    return [f"{name}: {', '.join(sorted(machines | versions))}; load before {max(loads)} at most; {', '.join(since)}"]
+    counts = {len(one["rounds"]) for each in kept.values() for one in each["sides"].values() if one.get("rounds")}
+    rounds = " or ".join(map(str, sorted(counts))) + (" round" if counts == {1} else " rounds")
+    about = f"{rounds}; load before {max(loads)} at most; {', '.join(since)}"
+    return [f"{name}: {', '.join(sorted(machines | versions))}; {about}"]
 
 
 def row(one: dict, ours: list[dict]) -> list[str]:

@@ -284,8 +284,10 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
     reason = f"auto: {before}, as in the run that goes on"
     counted = parts.resolved.run
     training = replace(resolved.run.training, max_steps=counted.training.max_steps)
-    counts = {"task": counted.task, "evaluation": counted.evaluation}
-    again = replace(resolved.run, training=training, **counts)
+    # the rows were counted before: of a text those held out, of epochs the steps
+    again = replace(
+        resolved.run, task=counted.task, evaluation=counted.evaluation, training=training
+    )
     return replace(parts, resolved=replace(resolved, run=again, packing_reason=reason))
 
 

@@ -8,7 +8,6 @@ Example: documents `a b c` and `d e`, an end token of 1, rows of 4 tokens. The t
 e 1; row 0 is `a b c 1` and row 1 is `1 d e 1`. A row begins with the last token of the one before,
 which predicts its second: each token is learned once in a pass over the rows."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -192,9 +191,12 @@ class TokenFiles:
                     about[split] = [len(tokens[split]), len(ends[split]), digest]
                 Path(made, "about.json").write_text(json.dumps(about))
                 os.chmod(made, 0o755)
-                # else another process was first
-                with contextlib.suppress(OSError):
+                try:
                     os.rename(made, folder)
+                except OSError:
+                    # another process was first; or something else has the name
+                    if not folder.is_dir():
+                        raise
         except OSError as error:
             raise ValueError(
                 f"task.cache={self.cache} cannot be written: {error.strerror}"
