@@ -173,13 +173,19 @@ def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
     whole = {local: attended(attention.xla, cfg, local, *problem) for local in (False, True)}
     for local, found in whole.items():
         assert np.abs(found[0] - by_formulas(cfg, cfg.window if local else None, problem[2], *problem[0])).max() < 2e-6
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
     q_BTNH = problem[0][0]
+
+    def check():
+        for local in (False, True):
+            close(attended(attention.xla, cfg, local, *problem), whole[local])
+        for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
+            close(found, whole[local])
+
+    monkeypatch.setattr(attention, "CAUSAL_PIECE", 13)  # two pieces, whose scores all fit
+    check()
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
     assert attention.piece_length(q_BTNH, T) == 7
-    for local in (False, True):
-        close(attended(attention.xla, cfg, local, *problem), whole[local])
-    for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
-        close(found, whole[local])
+    check()
 
 
 # ---- splash

@@ -24,6 +24,9 @@ FAR_BELOW = -1e30
 # Scores on one device at a time, in float32: 64 MiB. Longer rows go in pieces of their queries.
 SCORES_AT_ONCE = 2**24
 MOST_PIECES = 16
+# Queries of a piece where all scores fit: no piece computes those with the keys behind it, which
+# takes 7 % of the processor time from an update of SmolLM2 135M with rows of 768 tokens.
+CAUSAL_PIECE = 256
 # Splash attention takes lengths and heads in multiples of it.
 LANES = 128
 # Axes of a mask, and of queries, keys and values, by the number of their dims.
@@ -177,7 +180,7 @@ def xla(
         v_BKSH = v_BSKH.swapaxes(1, 2)
         T = q_BTNH.shape[1]
         S = k_BSKH.shape[1]
-        if piece_length(q_BTNH, S) >= T:
+        if piece_length(q_BTNH, S) >= T and (S > T or T < 2 * CAUSAL_PIECE):
             mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
             return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
 
@@ -265,16 +268,19 @@ def _in_pieces(
 ) -> jax.Array:
     """`attend` for one piece of the queries after the other."""
 
-    # Otherwise the backward pass would keep the scores of all pieces at once.
-    @jax.checkpoint
     def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
-        return attend(
-            cfg, *qkv, attention_mask(window, q_meta, k_meta), name="scores of a piece"
-        )
+        mask_BTS = attention_mask(window, q_meta, k_meta)
+        return attend(cfg, *qkv, mask_BTS, name="scores" if fits else "scores of a piece")
 
     T = q_BTNH.shape[1]
     S = k_BKSH.shape[2]
     length = piece_length(q_BTNH, S)
+    fits = length >= T
+    if fits:
+        length = CAUSAL_PIECE
+    else:
+        # Otherwise the backward pass would keep the scores of all pieces at once.
+        piece = jax.checkpoint(piece)
     # A completion stands further from its prompt than its positions say, so a window there is no
     # range of columns.
     is_range = isinstance(window, int) and k_meta.completion_ids is None
