@@ -41,7 +41,7 @@ _LAST_LINES = 20
 _LAST_BYTES = 1 << 16
 # The exit codes of wrong settings, which a restart would not help; after a stall, the one of
 # timeout(1); and after Ctrl-C, 128 + SIGINT.
-WRONG_SETTINGS = 2
+_WRONG_SETTINGS = 2
 _STALLED = 124
 _INTERRUPTED = 130
 # Signals that are sent on to the processes, and exit codes of a process that one of them ended at
@@ -269,7 +269,7 @@ def _supervise(
             # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
             if failure is not None and failure.text:
                 _say(failure.text)
-            if failure is None or signals or failure.code == WRONG_SETTINGS:
+            if failure is None or signals or failure.code == _WRONG_SETTINGS:
                 break
             most = attempt.settings()["max_restarts"]
             if most and no_restart:
@@ -283,7 +283,7 @@ def _supervise(
         return _INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
     unused = {".hydra", LOCK, logs.name}
     has_begun = {path.name for path in logs.parent.iterdir()} - unused
-    if failure.code == WRONG_SETTINGS and not has_begun:
+    if failure.code == _WRONG_SETTINGS and not has_begun:
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
             # rmdir fails where something else is in the folder.
@@ -434,8 +434,8 @@ def _blamed(failed: list["Process"]) -> _Failure | None:
     )
     code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
-    if culprit.index == 0 and code == WRONG_SETTINGS:
-        return _Failure("", WRONG_SETTINGS)
+    if culprit.index == 0 and code == _WRONG_SETTINGS:
+        return _Failure("", _WRONG_SETTINGS)
     how = f"ended with exit code {code}"
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from tunix_lite.workers.pool import check_workers
 
-ON_LIMIT = ("keep", "penalise", "mask")
-CREDIT = ("end", "turn", "discount")
+_ON_LIMIT = ("keep", "penalise", "mask")
+_CREDIT = ("end", "turn", "discount")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ConversationConfig:
             raise ValueError(
                 f"max_turn_tokens={self.max_turn_tokens} must be at least 1, or null"
             )
-        if self.on_limit not in ON_LIMIT:
+        if self.on_limit not in _ON_LIMIT:
             raise ValueError(f"on_limit={self.on_limit!r}; it is keep, penalise or mask")
-        if self.credit not in CREDIT:
+        if self.credit not in _CREDIT:
             raise ValueError(f"credit={self.credit!r}; it is end, turn or discount")
         if not 0 <= self.discount <= 1:
             raise ValueError(f"discount={self.discount} must be from 0 to 1")

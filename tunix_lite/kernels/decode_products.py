@@ -21,12 +21,12 @@ from tunix_lite.models.rounding import stored, wide
 from tunix_lite.parallel.mesh import spec
 
 # Rows and columns of a program, at most: their sums lie in registers.
-MOST_OF_A_SIDE = 64
+_MOST_OF_A_SIDE = 64
 AT_ONCE = 64  # numbers that are summed over, at once
-MOST_PARTS = 8
+_MOST_PARTS = 8
 # A kernel has at least so many programs, if it can: half the multiprocessors of an H100. That they
 # read its memory about as fast as all is an assumption, which no GPU has measured.
-FEWEST_PROGRAMS = 66
+_FEWEST_PROGRAMS = 66
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
     """The largest tile with enough programs: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64,
     4)."""
     # Triton wants powers of two.
-    rows = max(FEWEST, min(MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
-    tile = Tile(rows, MOST_OF_A_SIDE)
-    while tile.programs(B, O) < FEWEST_PROGRAMS:
+    rows = max(FEWEST, min(_MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
+    tile = Tile(rows, _MOST_OF_A_SIDE)
+    while tile.programs(B, O) < _FEWEST_PROGRAMS:
         # Parts first: smaller tiles read the weights or the rows more often, parts do not.
         parts = 2 * tile.parts
         if parts <= most_parts and S % (parts * FEWEST) == 0:
@@ -133,7 +133,7 @@ class FusedProducts(Products):
             # A sum that is whole is rounded by the kernel.
             dtype = x.dtype if axis is None else jnp.float32
             parts = _product(
-                "decode_product", self.interpret, x_BS, [matrix], dtype, MOST_PARTS
+                "decode_product", self.interpret, x_BS, [matrix], dtype, _MOST_PARTS
             )
             out_BO = parts[0] if len(parts) == 1 else parts.sum(axis=0)
             if axis is not None:

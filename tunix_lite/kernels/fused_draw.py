@@ -21,7 +21,7 @@ from tunix_lite.parallel.mesh import spec
 # Rows that a program takes, at most: with 64 an H100 has registers for two programs on a
 # multiprocessor, of which one reads the head while the other draws.
 MOST_ROWS = 64
-MOST_COLUMNS = 64  # of the head that are multiplied at once
+_MOST_COLUMNS = 64  # of the head that are multiplied at once
 
 
 def fused_draw(
@@ -110,7 +110,7 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
     here_W = jnp.minimum(at_W, V - 1)
 
     # Logits, summed in float32 as in decoder.logits.
-    columns = int(np.gcd(D, MOST_COLUMNS))
+    columns = int(np.gcd(D, _MOST_COLUMNS))
     # As in decode_attention: tf32 is too coarse.
     exact = jax.lax.Precision.HIGHEST if hidden_BD.dtype == jnp.float32 else None
 

@@ -24,11 +24,11 @@ from tunix_lite.parallel.hlo import (
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # {{0,1},{2,3}}; {} is all devices
-GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
+_GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
 # [2,2]<=[2,2]T(1,0)
-GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
+_GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
 # mesh['a'=2,'b'=2] {'b'}
-GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
 
 def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
     """The ids of the devices of each group, in any of the three forms that XLA writes."""
-    if match := GROUP_MESH.search(rest):
+    if match := _GROUP_MESH.search(rest):
         sizes = [int(n) for n in re.findall(r"=(\d+)", match[1])]
         ids = _permuted(match[2]) if match[2] else list(range(num_devices))
         names = re.findall(r"([^,=]+)=", match[1])
@@ -265,10 +265,10 @@ def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
         for device, key in zip(ids, keys.tolist()):
             groups[tuple(key)].append(device)
         return list(groups.values())
-    if match := GROUP_IOTA.search(rest):
+    if match := _GROUP_IOTA.search(rest):
         shape = [int(n) for n in match[1].split(",")]
         return np.reshape(_permuted(match[2]), shape).tolist()
-    match = GROUP_LIST.search(rest)
+    match = _GROUP_LIST.search(rest)
     return _id_lists(match[1] if match else "") or [list(range(num_devices))]
 
 

@@ -30,8 +30,8 @@ class MeshSizes(Protocol):
 
 AXES = ("fsdp", "tp")
 AUTO = (AxisType.Auto,) * len(AXES)
-NO_MESH = "no mesh is set: call jax.set_mesh(make_mesh(...)) first"
-PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
+_NO_MESH = "no mesh is set: call jax.set_mesh(make_mesh(...)) first"
+_PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
 
 RULES: dict[str, str | None] = {
     # weights
@@ -194,7 +194,7 @@ def resolve_mesh_shape(
     needed = f"{'a multiple of ' if has_rest else ''}{known}"
     pretend = ""
     if can_simulate and known > num_devices:
-        pretend = f"; {PRETEND}={known} before the command pretends that many"
+        pretend = f"; {_PRETEND}={known} before the command pretends that many"
     raise ValueError(
         f"{as_text(mesh_shape)} needs {needed} devices, but jax sees {num_devices}; "
         f"'model.mesh_shape=[[{num_devices // tp},{tp}],[fsdp,tp]]' would fit, and "
@@ -263,7 +263,7 @@ def split_devices(
         learning = f"{'a multiple of ' if has_rest and known > 1 else ''}{known}"
         pretend = ""
         if devices[0].platform == "cpu":
-            pretend = f"; {PRETEND}={known + sampling} before the command pretends that many"
+            pretend = f"; {_PRETEND}={known + sampling} before the command pretends that many"
         raise ValueError(
             f"{as_text(own_shape)} takes {sampling}, model.mesh_shape={as_text(mesh_shape)} takes "
             f"{learning}, and jax sees {len(devices)}{pretend}"
@@ -349,7 +349,7 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     # Inside jit the mesh is known by its shape only, without devices.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise RuntimeError(NO_MESH)
+        raise RuntimeError(_NO_MESH)
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
@@ -445,7 +445,7 @@ def current_mesh() -> Mesh:
     """The mesh that `jax.set_mesh` made current. Raises RuntimeError if there is none."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise RuntimeError(NO_MESH)
+        raise RuntimeError(_NO_MESH)
     return mesh
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from scipy.optimize import brentq
 
 # Share of the maximum that a mean length has, if nobody says.
-MEAN_SHARE = 0.5
+_MEAN_SHARE = 0.5
 # Drawn the same for every mesh and setting, so that plans can be compared.
 SEED = 0
 # Above this share nearly all lengths have the maximum.
-ALMOST_ALL = 0.995
+_ALMOST_ALL = 0.995
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Lengths:
     Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64))."""
 
     # Means as shares of the maxima.
-    prompt_share: float = MEAN_SHARE
-    completion_share: float = MEAN_SHARE
+    prompt_share: float = _MEAN_SHARE
+    completion_share: float = _MEAN_SHARE
     # Tokens of completions that a run has recorded; (): assumed.
     completions: tuple[int, ...] = ()
     # The mean of its prompts in tokens; None: assumed.
@@ -63,7 +63,7 @@ def assumed(
     rng: np.random.Generator, shape: tuple[int, ...], longest: int, share: float
 ) -> np.ndarray:
     """Lengths from 1 to `longest` whose mean is this share of it."""
-    if share >= ALMOST_ALL:
+    if share >= _ALMOST_ALL:
         return np.full(shape, longest)
     # The scale r of an exponential whose mean, cut off at 1, is `share`: r (1 - exp(-1 / r)).
     scale = brentq(lambda r: -r * math.expm1(-1 / r) - share, 1e-3, 1e3, xtol=1e-12)

@@ -24,7 +24,7 @@ _BOTTOM = 24
 _MOST_POINTS = 400
 COLORS = 8
 # steps from which on a curve is smoothed
-MANY = 20
+_MANY = 20
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def curves(run: Evidence) -> list[Chart]:
                 # are plain numbers: they are written as text.
                 steps = series.steps.tolist()
                 kind = "points" if series.name.startswith("eval/") else "line"
-                kind = kind if len(steps) < MANY else "faint"
+                kind = kind if len(steps) < _MANY else "faint"
                 lines.append(Line(label, steps, series.values.tolist(), color, kind))
-                if len(steps) >= MANY:
+                if len(steps) >= _MANY:
                     # Wide enough that a curve of noisy rewards shows where it goes. Where the
                     # window hangs over an end, the mean is of what there is.
                     window = np.ones(max(len(steps) // 12, 4))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # of a bootstrap interval, and of a test by exchanging signs
-RESAMPLES = 10_000
+_RESAMPLES = 10_000
 # numbers drawn at a time, so that memory does not grow with the examples
 _BLOCK = 2_000_000
 
@@ -88,7 +88,7 @@ def maj_at_k(answers: Sequence[Sequence[str | None]], correct_EK: np.ndarray) ->
 
 
 def estimate(
-    values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+    values_E: np.ndarray, level: float = 0.95, resamples: int = _RESAMPLES, seed: int = 0
 ) -> Estimate:
     """The mean of one number of each example, with its bootstrap interval (percentiles).
     Examples are drawn again, not their samples: the samples of an example are not independent.
@@ -129,7 +129,7 @@ def compare(
     first_E: np.ndarray,
     second_E: np.ndarray,
     level: float = 0.95,
-    resamples: int = RESAMPLES,
+    resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> Comparison:
     """Two models by one number of each example, the examples being the same.

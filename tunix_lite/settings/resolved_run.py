@@ -44,7 +44,7 @@ from tunix_lite.settings.config import RunConfig
 # Weights of an output embedding, and their share of all, from which on a batch that scores fewer
 # tokens is worth programs of its own.
 LARGE_HEAD = 2**22
-LARGE_HEAD_SHARE = 0.15
+_LARGE_HEAD_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,9 @@ def has_large_head(cfg: Architecture) -> bool:
     """Returns whether products with the output embedding are so much of an update that scoring a
     quarter fewer tokens is worth the time to compile another program."""
     head = cfg.vocab_size * cfg.embed_dim
-    return head >= max(LARGE_HEAD, LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg)))
+    return head >= max(
+        LARGE_HEAD, _LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg))
+    )
 
 
 def with_defaults(

@@ -21,7 +21,7 @@ from tunix_lite.tracking.rows import is_number
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
 OUR_PARTS += ("prompts", "rollout", "sampler", "time", "perf", "memory")
 # The numbers of a step's line: the name, and how it is written.
-LINE_METRICS = {
+_LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
     "reward/mean": ("reward", "{:.3f}"),
     "completions/correct": ("right", "{:.0%}"),
@@ -199,13 +199,13 @@ class Console:
 
 
 def step_line(head: list[str], metrics: Metrics) -> str:
-    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
+    """`step 12/120 10% | reward 0.41 | ...`, with those of _LINE_METRICS that there are. Numbers
     of a user's observers come first, so that a narrow terminal shows them."""
     parts = list(head)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
-    for key, (name, text) in LINE_METRICS.items():
+    for key, (name, text) in _LINE_METRICS.items():
         if key in metrics:
             parts.append(f"{name} {text.format(metrics[key])}")
         if key == "eval/accuracy":
