@@ -38,11 +38,8 @@ def tools_of(
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         is_function = isinstance(function, dict) and tool.get("type") == "function"
-        if (
-            not is_function
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
+        name = function.get("name") if is_function else None
+        if not (name and isinstance(name, str)):
             form = '{"type": "function", "function": {"name": ...}}'
             raise BadCall(f"a tool is {form}; this is {shown(tool)}", "tools")
         # `strict` says how answers are checked, and is nothing for the model.
@@ -71,9 +68,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         if (calls or is_of_tool) and not tokenizer.writes_tools:
             raise BadCall(_NO_FORM, "messages")
         if calls:
-            calls = (
-                [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
-            )
+            calls = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             # Templates join it with other texts, and null is none.
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
