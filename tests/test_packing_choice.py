@@ -15,7 +15,8 @@ from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
 WORDS += ["generation.max_new_tokens=8"]
-FULL = Lengths(prompt_share=1.0, completion_share=1.0)
+# longer than any may be, so all have the longest length
+FULL = Lengths(completions=(10**6,), mean_prompt=1e6)
 
 
 def resolved(run, fsdp: int = 1):
@@ -41,7 +42,7 @@ def test_what_rows_compute_is_counted_with_their_padding():
     # 8 sequences of 8 + 8 tokens
     expected = flops(plain.cfg, 8 * 16, 8 * 8, 8 * 16**2)
     assert computed_flops(plain, FULL) == pytest.approx(expected)
-    assert computed_flops(plain, Lengths(0.5, 0.25)) == pytest.approx(expected), "padding is computed"
+    assert computed_flops(plain, Lengths()) == pytest.approx(expected), "padding is computed"
     shared = resolved(packed_as(run, "prefix"))
     # 2 prompts of 8 tokens, each with 4 lanes of 8 that see the prompt and themselves
     lanes = 8**2 + 4 * 8 * (8 + 8)
