@@ -265,11 +265,15 @@ def test_a_wrong_flag_is_one_line_without_the_usage(words, message, capsys):
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
-def test_without_a_file_it_trains():
-    assert launcher.process_command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
-    assert launcher.process_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
-    evaluate = ["-m", "tunix_lite", "evaluate", "checkpoint=RUN"]
-    assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
+def test_without_a_file_it_trains(monkeypatch):
+    commands = []
+    monkeypatch.setattr(launcher, "_supervise", lambda command, *_: commands.append(command) or 0)
+    for words in (["hydra.run.dir=a"], ["run_training.py", "hydra.run.dir=a"], ["evaluate", "checkpoint=RUN"]):
+        with pytest.raises(SystemExit):
+            launcher.main(words)
+    ours = ["-m", "tunix_lite"]
+    expected = [[*ours, "train", "hydra.run.dir=a"], ["run_training.py", "hydra.run.dir=a"]]
+    assert commands == [[sys.executable, *words] for words in (*expected, [*ours, "evaluate", "checkpoint=RUN"])]
 
 
 def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_path):

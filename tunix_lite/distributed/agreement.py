@@ -43,9 +43,7 @@ _VARIABLE = "variable "
 @dataclass(frozen=True)
 class ProcessInfo:
     """What a process reports about itself when the processes of a run meet.
-
-    Example: `ProcessInfo({"package jax": "0.10.2", "seed": "0"}, "outputs/run", "node-1")`.
-    """
+    Example: `ProcessInfo({"package jax": "0.10.2", "seed": "0"}, "outputs/run", "node-1")`."""
 
     # name -> value; all processes that have a name must have the same value
     values: dict[str, str]
@@ -57,9 +55,7 @@ class ProcessInfo:
 @dataclass(frozen=True)
 class Agreement:
     """What all processes know after they have met.
-
-    Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines.
-    """
+    Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines."""
 
     hosts: list[str]  # the name of each process's machine, in the order of process ids
     folder: str | None  # the folder of the run, as process 0 chose it
@@ -191,11 +187,8 @@ def installed_version(package: str) -> str | None:
 
 
 def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str | None:
-    """Says which processes differ from the majority, and in what. None if all agree.
-
-    reports: process id -> (name of the process, its values); who lacks a value is not compared in
-    it.
-    """
+    """Says which processes differ from the majority, and in what. None if all agree. reports:
+    process id -> (name of the process, its values); who lacks a value is not compared in it."""
     differences = []
     keys = dict.fromkeys(key for _, values in reports.values() for key in values)
     for key in keys:

@@ -55,12 +55,9 @@ def initialise(
     launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
 ) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run: they meet, agree, and start jax.distributed; further calls
-    return the same.
-
-    environ: usually `os.environ`. about: of `agreement.process_info`. Raises NotMet if a process
-    does not come in time, ValueError if they cannot be one run: on all of them, with the same
-    message.
-    """
+    return the same. environ: usually `os.environ`. about: of `agreement.process_info`. Raises
+    NotMet if a process does not come in time, ValueError if they cannot be one run: on all of them,
+    with the same message."""
     global _joined
     if _joined is not None:
         return _joined

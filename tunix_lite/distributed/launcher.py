@@ -88,8 +88,14 @@ def main(arguments: list[str] | None = None) -> None:
     elif "${now" in (folder or ""):
         # Each start would make a folder of its own, without the checkpoint of the last one.
         no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
+    # Each process runs a file, one of COMMANDS, or else `tunix-lite train`.
+    first = program[0] if program else ""
+    if not first.endswith(".py"):
+        train = [] if first in COMMANDS else ["train"]
+        program = ["-m", "tunix_lite", *train, *program]
     try:
-        code = _supervise(process_command(program), group.environments, logs, no_restart)
+        command = [sys.executable, *program]
+        code = _supervise(command, group.environments, logs, no_restart)
     # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
@@ -139,21 +145,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def process_command(program: list[str]) -> list[str]:
-    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
-    first = program[0] if program else ""
-    if first.endswith(".py"):
-        return [sys.executable, *program]
-    train = [] if first in COMMANDS else ["train"]
-    return [sys.executable, "-m", "tunix_lite", *train, *program]
-
-
 @dataclass(frozen=True)
 class LocalProcesses:
     """The processes that this launcher starts, among all of the run.
-
-    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines.
-    """
+    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines."""
 
     # how many are started here, how many the whole run has, and the id of the first one here
     nprocs: int
@@ -237,10 +232,8 @@ def _supervise(
     no_restart: str = "",
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
-
     environments: called for each attempt. logs: the folder for the output. no_restart: why the run
-    cannot be started again; "": it can. Raises OSError if a process cannot be started.
-    """
+    cannot be started again; "": it can. Raises OSError if a process cannot be started."""
     # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     signals: list[int] = []

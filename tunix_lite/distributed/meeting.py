@@ -72,11 +72,9 @@ def meet(
     say: Callable[[str], None] | None = None,
 ) -> Agreement:
     """Lets all processes of a run meet: each reports to process 0, which compares them and answers.
-
     place: of this process. own: what it reports. timeout: seconds. say: prints a line; None:
     standard error. Raises, on all processes, NotMet if one is missing or the port is taken, and
-    ValueError if their reports differ.
-    """
+    ValueError if their reports differ."""
     waiting = _Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
     host, _, port = place.coordinator.rpartition(":")
     host = host.strip("[]")

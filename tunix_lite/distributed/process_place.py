@@ -43,9 +43,7 @@ class LaunchConfig:
 @dataclass(frozen=True)
 class ProcessPlace:
     """The place of a process among those of its run.
-
-    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4)`, on the second of two machines.
-    """
+    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4)`, on the second of two machines."""
 
     # the id of this process, from 0, and how many the run has
     process_id: int = 0

@@ -47,9 +47,7 @@ _PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end
 @dataclass(frozen=True)
 class Exported:
     """What `export` has written.
-
-    Example: `export(model, "out").serve` is "vllm serve out".
-    """
+    Example: `export(model, "out").serve` is "vllm serve out"."""
 
     folder: Path
     kind: str  # one of KINDS
@@ -132,14 +130,10 @@ def export(
     gguf_type: str | None = None,
 ) -> Exported:
     """Writes the model to the folder `out`, reads it back and compares it. Raises ConfigError,
-    writes nothing.
-
-    kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if there are adapters,
-    else full. dtype: bf16, fp16 or fp32; None: as the original has it. gguf_type: f32, f16, bf16 or
-    q8_0.
-
-    Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
-    """
+    writes nothing. kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if
+    there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it.
+    gguf_type: f32, f16, bf16 or q8_0.
+    Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it."""
     # What can be wrong is found before anything is written.
     out = Path(out).expanduser().resolve()
     source = model.source

@@ -34,12 +34,9 @@ def fused_attend(
     v_BKCH: jax.Array,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(attended [B, N, H], the cache's keys and values with the new token in them).
-
-    q, k, v: as projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos,
-    [B, H/2] each. newest_B: the position of the new token. interpret: runs it without a GPU, as
-    tests do.
-    """
+    """(attended [B, N, H], the cache's keys and values with the new token in them). q, k, v: as
+    projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos, [B, H/2]
+    each. newest_B: the position of the new token. interpret: runs it without a GPU, as tests do."""
     mesh = jax.sharding.get_abstract_mesh()
     heads = spec(("batch", "heads", "head_dim"), q_BNH.shape, mesh)
     of_cache = spec(("batch", "kv_heads", "seq", "head_dim"), k_BKCH.shape, mesh)

@@ -33,9 +33,7 @@ _FEWEST_PROGRAMS = 66
 class Tile:
     """The part of a product that a program computes: rows and columns, of one of so many parts of
     the sum.
-
-    Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs.
-    """
+    Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs."""
 
     rows: int
     columns: int
@@ -70,9 +68,7 @@ def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
 @dataclass(frozen=True)
 class FusedProducts(Products):
     """The kernels in place of plain products, for one token of each sequence.
-
-    Example: FusedProducts(jnp.float32) as `products` of decoder.forward_by_layer.
-    """
+    Example: FusedProducts(jnp.float32) as `products` of decoder.forward_by_layer."""
 
     interpret: bool = False  # runs the kernels without a GPU, as tests do
 

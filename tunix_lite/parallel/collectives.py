@@ -57,9 +57,7 @@ class _Collective:
 @dataclass(frozen=True)
 class CollectiveTotal:
     """All collectives of one kind over one axis, in one call of the program.
-
-    Example: CollectiveTotal("all-gather", "fsdp", 12, 4_800, 3_600, True) on 4 shards.
-    """
+    Example: CollectiveTotal("all-gather", "fsdp", 12, 4_800, 3_600, True) on 4 shards."""
 
     kind: str
     axis: str
@@ -125,9 +123,7 @@ def sent_bytes(c: _Collective, axis_size: int | None = None) -> int:
 @dataclass(frozen=True)
 class CallSite:
     """Facts about a computation that its callers give.
-
-    Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers.
-    """
+    Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers."""
 
     times: int = 1  # runs in one call of the program
     count_known: bool = True

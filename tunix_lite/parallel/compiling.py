@@ -174,11 +174,8 @@ def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
 
 def keep_programs(where: str | None) -> Path | None:
     """Lets jax keep compiled programs in a folder, and take them from there. Call it before a
-    program is compiled.
-
-    where: the folder; auto: one in the user's cache folder; None: programs are not kept. Returns
-    our folder; None: there is none.
-    """
+    program is compiled. where: the folder; auto: one in the user's cache folder; None: programs are
+    not kept. Returns our folder; None: there is none."""
     # Where a user has set jax's own folder, it stays.
     if where is None or jax.config.jax_compilation_cache_dir:
         return None

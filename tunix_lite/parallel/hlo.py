@@ -26,9 +26,8 @@ ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
-
-    Example: `%add.1 = f32[8]{0} add(%a, %b)`: name add.1, type f32[8]{0}, op add, operands [a, b].
-    """
+    Example: `%add.1 = f32[8]{0} add(%a, %b)`: name add.1, type f32[8]{0}, op add, operands [a,
+    b]."""
 
     name: str
     type: str  # "f32[8,16]{1,0}", or a tuple of such
@@ -40,9 +39,7 @@ class Instruction:
 @dataclass
 class Computation:
     """A function of the program: the entry, the body of a loop, a fusion ...
-
-    Example: Computation({"add.1": Instruction(...)}, root="add.1").
-    """
+    Example: Computation({"add.1": Instruction(...)}, root="add.1")."""
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
     root: str = ""  # the name of the instruction that is the result

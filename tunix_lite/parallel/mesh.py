@@ -208,13 +208,9 @@ def make_mesh(
     tp_across_nodes: bool = False,
 ) -> Mesh:
     """The mesh over all devices (or those given), or over the first ones, if it is smaller. Raises
-    ValueError.
-
-    Over several nodes, tp stays inside each of them. A mesh of several CPU devices turns off jax's
-    compilation cache (distributed.join).
-
-    Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
-    """
+    ValueError. Over several nodes, tp stays inside each of them. A mesh of several CPU devices
+    turns off jax's compilation cache (distributed.join).
+    Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp."""
     devices = jax.devices() if devices is None else devices
     # a process without a device in the mesh would wait for ever
     has_peers = len({device.process_index for device in devices}) > 1
@@ -417,9 +413,7 @@ def gathered_sharding(divided: NamedSharding) -> NamedSharding:
 
 def put(x: ArrayLike, *axes: str) -> jax.Array:
     """A host array, the same on all processes, on the current mesh with these logical axes.
-
-    Example: `put(np.int32(0))` is the step of a state, whole on every device.
-    """
+    Example: `put(np.int32(0))` is the step of a state, whole on every device."""
     x = np.asarray(x)
     to = sharding(axes, x.shape)
     # device_put would compare the array across processes, each time.

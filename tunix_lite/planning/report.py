@@ -19,9 +19,8 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Plans:
-    """All meshes that were looked at, the best first.
-    Example: Plans((best, second), refused=(({"fsdp": 1, "tp": 3}, "tp=3 does not divide ..."),)).
-    """
+    """All meshes that were looked at, the best first. Example: Plans((best, second),
+    refused=(({"fsdp": 1, "tp": 3}, "tp=3 does not divide ..."),))."""
 
     plans: tuple[Plan, ...]
     refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why

@@ -132,11 +132,10 @@ def compare(
     resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> Comparison:
-    """Two models by one number of each example, the examples being the same.
-
-    What is hard for both cancels, so it sees smaller differences than two intervals do. The p-value
-    is two-sided: the share of random exchanges of the two models' numbers, example by example,
-    after which the sum is as far from 0. Raises ValueError if the examples are not as many."""
+    """Two models by one number of each example, the examples being the same. What is hard for both
+    cancels, so it sees smaller differences than two intervals do. The p-value is two-sided: the
+    share of random exchanges of the two models' numbers, example by example, after which the sum is
+    as far from 0. Raises ValueError if the examples are not as many."""
     first_E = np.asarray(first_E, np.float64)
     second_E = np.asarray(second_E, np.float64)
     if first_E.shape != second_E.shape:

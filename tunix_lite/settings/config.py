@@ -551,12 +551,11 @@ Kind = type | types.UnionType
 
 
 def build(kind: Kind, value: object, where: str = "") -> Any:
-    """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place.
-
-    `_target_` names a class or function by dotted path: a class is built from the other settings, a
-    function gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a
-    dataclass for those derived from it. What is named is imported, so `value` must be the user's
-    own: of what a folder says, see files.untrusted.check_settings."""
+    """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place. `_target_`
+    names a class or function by dotted path: a class is built from the other settings, a function
+    gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a dataclass for
+    those derived from it. What is named is imported, so `value` must be the user's own: of what a
+    folder says, see files.untrusted.check_settings."""
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:

@@ -350,12 +350,11 @@ def resolve_run(
     frozen_cfgs: dict[str, Architecture] | None = None,
 ) -> ResolvedRun:
     """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
-    do not fit together, such as where the mesh does not divide the model or the batch.
-
-    run: with a packing that is chosen, not auto (packing_choice.with_packing).
-    is_attached: whether devices of this platform are there, so that a kernel which is asked for by
-    name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
-    None: as settings and files of this machine have them."""
+    do not fit together, such as where the mesh does not divide the model or the batch. run: with a
+    packing that is chosen, not auto (packing_choice.with_packing). is_attached: whether devices of
+    this platform are there, so that a kernel which is asked for by name must work now. frozen_cfgs:
+    the architectures of the algorithm's frozen models, by name; None: as settings and files of this
+    machine have them."""
     # choosing means resolving each packing, so it cannot happen in here
     if run.training.packing == "auto":
         raise ValueError(

@@ -22,9 +22,8 @@ _MOST_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker learns of a run when it is opened.
-    Example: TrackedRun(folder, "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None).
-    """
+    """What a tracker learns of a run when it is opened. Example: TrackedRun(folder,
+    "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None)."""
 
     folder: Path
     name: str

@@ -25,10 +25,8 @@ VALUES = tuple(_DEFAULTS)
 class Datum:
     """One sequence to learn from. All lists have one entry for each of its T tokens; targets[t] is
     predicted from tokens[0] to tokens[t].
-
     Example: the prompt 5 6 and the completion 7 1, of which the completion counts: Datum([5, 6, 7],
-    [6, 7, 1], weights=[0, 1, 1]).
-    """
+    [6, 7, 1], weights=[0, 1, 1])."""
 
     tokens: Sequence[int]
     targets: Sequence[int]
@@ -104,9 +102,7 @@ def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Part:
     """Some of the data in rows on the mesh: one forward and backward pass.
-
-    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing.
-    """
+    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing."""
 
     indices: list[int]
     rows: RowBatch

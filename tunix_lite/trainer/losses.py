@@ -38,9 +38,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss with its settings.
-
-    Example: token_loss("ppo", {}) of r = 1.5 and A = 1 is -1.2.
-    """
+    Example: token_loss("ppo", {}) of r = 1.5 and A = 1 is -1.2."""
 
     name: str
     settings: tuple[float, ...]
@@ -79,9 +77,7 @@ class TokenLoss:
 
 def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
     """The loss of this name. Raises ValueError for another name or setting.
-
-    Example: token_loss("ppo", {"clip_high_threshold": 1.28}).
-    """
+    Example: token_loss("ppo", {"clip_high_threshold": 1.28})."""
     if name not in SETTINGS:
         raise ValueError(f"loss={name!r}; a Datum is for one of {', '.join(SETTINGS)}")
     values = dict(SETTINGS[name])

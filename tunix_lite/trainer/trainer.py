@@ -65,9 +65,7 @@ from tunix_lite.trainer.saved import (
 @dataclass(frozen=True)
 class LossOutput:
     """What a forward pass gives.
-
-    Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets.
-    """
+    Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets."""
 
     loss: float  # the sum over all tokens
     # of each datum, the log-probability of each of its targets
@@ -93,9 +91,7 @@ def _locked(method: Callable[P, R]) -> Callable[P, R]:
 
 class Weights:
     """Weights that sample and score: those of a client now, or a snapshot of them.
-
-    Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8}).
-    """
+    Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8})."""
 
     def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
         self.trainer = trainer
@@ -130,11 +126,9 @@ class Weights:
         settings: SampleSettings | Mapping | Sequence | None = None,
     ) -> list[Sample]:
         """num_samples completions of each prompt, a list of token ids; all of prompt 0 come first.
-
         settings: SampleSettings or their names and values; or a list of them, one per prompt.
         Without a seed the client's seed decides. Raises ValueError, naming the prompt or the
-        setting.
-        """
+        setting."""
         if not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples={num_samples}; it is 1 or more")
         if isinstance(settings, Sequence):
@@ -204,9 +198,8 @@ class Weights:
 
 class TrainingClient(Weights):
     """Weights that train: adapters on the shared base, or all weights.
-
-    Example: client = trainer.adapter(rank=8); client.forward_backward(data); client.optim_step().
-    """
+    Example: client = trainer.adapter(rank=8); client.forward_backward(data);
+    client.optim_step()."""
 
     def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
         super().__init__(trainer, params, lora, seed)
@@ -250,10 +243,8 @@ class TrainingClient(Weights):
         settings: Mapping | None = None,
     ) -> LossOutput:
         """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
-
         loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
-        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token.
-        """
+        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token."""
         # Dropout takes a key for each sequence of a batch, and calls of a client add up to none.
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
@@ -286,11 +277,9 @@ class TrainingClient(Weights):
         optimizer: Optimizer | None = None,
     ) -> Metrics:
         """One update with the gradients since the last; returns their norm, and that of the update.
-
         The first six are those of AdamW; grad_clip_norm=0 does not clip. optimizer: settings as of
         a run in place of them. An update that is not finite is not made: train/skipped is 1. Raises
-        ValueError.
-        """
+        ValueError."""
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
         if optimizer is None:
@@ -379,9 +368,7 @@ class TrainingClient(Weights):
 class Trainer:
     """One base on one mesh, loaded once, and the clients that train beside it. Calls may come from
     several threads: one runs at a time.
-
-    Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8).
-    """
+    Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8)."""
 
     def __init__(
         self,

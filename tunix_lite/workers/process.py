@@ -53,10 +53,9 @@ class Outcome(NamedTuple):
 
 class WorkerProcess:
     """A process, and the pipes to and from it. It is first sent a list of functions, and then lists
-    of (number of the call, place of the function, its arguments).
-
-    limits: bytes of memory, and seconds of the processor for a call. output: where it prints; None:
-    where this process does. longest: bytes of an answer. Raises OSError."""
+    of (number of the call, place of the function, its arguments). limits: bytes of memory, and
+    seconds of the processor for a call. output: where it prints; None: where this process does.
+    longest: bytes of an answer. Raises OSError."""
 
     def __init__(
         self,

@@ -389,7 +389,7 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.argv = ["solution.py"]
-    run, report, builtins_before = exec, reporter(os.write), dict(vars(builtins))
+    run, report, builtins_before = exec, _reporter(os.write), dict(vars(builtins))
     code, *tests = (compile(text, file, "exec") for text, file in steps)
     steps.clear()
     names = {"__name__": name}
@@ -414,7 +414,7 @@ _COMPARE = {
 }
 
 
-def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
+def _reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
     """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
     of the operands, a line each, for the process that compares them."""
     # not looked up by a name that the code can change
