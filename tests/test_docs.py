@@ -39,7 +39,7 @@ from tunix_lite.planning import report
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.config import RunConfig, build
-from tunix_lite.settings.resolved_run import check_generation, check_model_divides
+from tunix_lite.settings.resolved_run import _check_model_divides, check_generation
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 
@@ -298,7 +298,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     lora = run.model.lora if run.model.lora.rank else None
-    check_model_divides(run, cfg, lora, mesh)
+    _check_model_divides(run, cfg, lora, mesh)
     return mesh
 
 

@@ -37,7 +37,7 @@ SECOND_A_BYTE = replace(find_machine("h100x8").hardware, platform="cpu", peak_fl
 
 @pytest.fixture(autouse=True)
 def nothing_to_launch(monkeypatch):
-    monkeypatch.setattr("tunix_lite.planning.hardware.LAUNCH_SECONDS", {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 0.0})
+    monkeypatch.setattr("tunix_lite.planning.kernels.LAUNCH_SECONDS", {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 0.0})
 
 
 def taking(name: str, seconds: int) -> Compiled:
@@ -165,7 +165,7 @@ def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(c
     kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
     programs = PROGRAMS | {"update": replace(PROGRAMS["update"], kernels=(kernel,))}
     found = forecast(case, programs, Lengths(), hardware)
-    assert found.seconds["update"] == pytest.approx(2 * (0.001 + hardware.launch_seconds))
+    assert found.seconds["update"] == pytest.approx(2 * (0.001 + 2e-6))
     assert "compiled programs on h100" in found.source
 
     run = compose([*SMALL, "training.packing=none", "training.prompts_per_step=4"])

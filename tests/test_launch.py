@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, local_processes
+from tunix_lite.distributed.launcher import _LocalProcesses, local_processes
 from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
@@ -226,14 +226,14 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
 def test_the_processes_of_a_machine_are_numbered_from_its_rank_or_its_place_in_slurm():
     said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
     group = local_processes(4, said)
-    assert group == LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
+    assert group == _LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
     told = group.environments()
     assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
     slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "2"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     where = slurm | {"MASTER_ADDR": "gpu003"}
-    assert local_processes(4, where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
+    assert local_processes(4, where) == _LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
     for environ, message in (
         (
             slurm,

@@ -75,19 +75,19 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
     values["accelerator"] = accelerator()
-    values |= compiler_variables(os.environ)
-    values |= flatten_settings(settings)
+    values |= _compiler_variables(os.environ)
+    values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
 
 
-def flatten_settings(value: object, name: str = "") -> dict[str, str]:
+def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
     """Nested settings as texts by dotted names; of an absolute path the last part: `/data/gemma` is
     `gemma`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
         for part, item in value.items():
-            flat |= flatten_settings(item, f"{prefix}{part}")
+            flat |= _flatten_settings(item, f"{prefix}{part}")
         return flat
     # The one setting in which processes must differ.
     if name == "launch.process_id":
@@ -142,7 +142,7 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
         yield from _named(item, f"{name}.{part}" if name else str(part))
 
 
-def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of jax and XLA that may change compiled programs, each flag by
     itself."""
     variables = {}
@@ -155,7 +155,7 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
             if not _OWN_FLAGS.match(flag):
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
     # Paths among them may differ between hosts, as those of settings may.
-    return flatten_settings(variables)
+    return _flatten_settings(variables)
 
 
 def accelerator() -> str:

@@ -65,7 +65,7 @@ def keep_freed_memory() -> bool:
         (_M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if not is_set or not can_reserve_addresses():
+    if not is_set or not _can_reserve_addresses():
         return is_set
 
     # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
@@ -116,7 +116,7 @@ def give_back_freed_memory() -> bool:
     return True
 
 
-def can_reserve_addresses() -> bool:
+def _can_reserve_addresses() -> bool:
     """Whether reserved addresses cost nothing in this process, and huge pages have 2 MiB."""
     try:
         huge_page = int(_HUGE_PAGE_FILE.read_text())

@@ -146,9 +146,9 @@ def _count(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class LocalProcesses:
+class _LocalProcesses:
     """The processes that this launcher starts, among all of the run.
-    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines."""
+    Example: `_LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines."""
 
     # how many are started here, how many the whole run has, and the id of the first one here
     nprocs: int
@@ -178,7 +178,7 @@ class LocalProcesses:
         ]
 
 
-def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
+def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
     """The processes to start here, by --nprocs and by the variables that name other machines.
     Raises ValueError."""
     if nprocs < 1:
@@ -187,7 +187,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     world = environ.get("WORLD_SIZE", "").strip()
     if world == str(nprocs) and not environ.get("RANK", "0").strip(" 0"):
         address = environ.get("MASTER_ADDR", "127.0.0.1")
-        return LocalProcesses(nprocs, nprocs, 0, address, port)
+        return _LocalProcesses(nprocs, nprocs, 0, address, port)
 
     of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
     place = find_place(LaunchConfig(), of_torchrun if world else environ)
@@ -201,7 +201,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "node of process 0; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
             )
         if place.coordinator is None:
-            return LocalProcesses(nprocs, nprocs, port=port)
+            return _LocalProcesses(nprocs, nprocs, port=port)
         first *= nprocs
         count *= nprocs
     if first + nprocs > count or place.coordinator is None:
@@ -211,7 +211,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
             "process on this machine, and WORLD_SIZE counts the processes of all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
-    return LocalProcesses(nprocs, count, first, host, port)
+    return _LocalProcesses(nprocs, count, first, host, port)
 
 
 # ---- a run, from its first attempt to its end

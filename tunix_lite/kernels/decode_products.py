@@ -30,10 +30,10 @@ _FEWEST_PROGRAMS = 66
 
 
 @dataclass(frozen=True)
-class Tile:
+class _Tile:
     """The part of a product that a program computes: rows and columns, of one of so many parts of
     the sum.
-    Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs."""
+    Example: _Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs."""
 
     rows: int
     columns: int
@@ -44,12 +44,11 @@ class Tile:
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
-def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
-    """The largest tile with enough programs: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64,
-    4)."""
+def _tile_of(B: int, S: int, O: int, most_parts: int = 1) -> _Tile:
+    """The largest tile with enough programs: of (64, 1024, 1152, most_parts=8) _Tile(64, 64, 4)."""
     # Triton wants powers of two.
     rows = max(FEWEST, min(_MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
-    tile = Tile(rows, _MOST_OF_A_SIDE)
+    tile = _Tile(rows, _MOST_OF_A_SIDE)
     while tile.programs(B, O) < _FEWEST_PROGRAMS:
         # Parts first: smaller tiles read the weights or the rows more often, parts do not.
         parts = 2 * tile.parts
@@ -171,7 +170,7 @@ def _product(
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
-    tile = tile_of(B, S, sum(widths), most_parts)
+    tile = _tile_of(B, S, sum(widths), most_parts)
     # Parts are added up outside, so they stay unrounded until then.
     dtype = dtype if tile.parts == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((tile.parts, B, sum(widths)), dtype)
@@ -205,7 +204,7 @@ def _product(
     return call(*inputs)
 
 
-def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
+def _kernel(tile: _Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
     """A part of the sum of some rows and columns: of one of the weights side by side, or of gate
     and up."""
     *weights, out_PBO = refs

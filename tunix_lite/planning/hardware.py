@@ -64,13 +64,9 @@ class Hardware:
     kinds: tuple[str, ...]  # what `device_kind` says
     chip: _Gpu | _Tpu
 
-    @property
-    def launch_seconds(self) -> float:
-        """What a kernel takes beside its work, until the next one can begin. An assumption, which
-        no device has confirmed yet."""
-        return LAUNCH_SECONDS[self.platform]
 
-
+# What a kernel takes beside its work, until the next one can begin: assumptions, which no device
+# has confirmed yet.
 # cuda: the low end of the 2 to 4 microseconds between two small kernels that depend on each other,
 # as XLA launches them in CUDA graphs. tpu: the 1,826 cycles that libtpu writes into its programs as
 # its estimate for copying 64 numbers, at the v5e's 1.5 GHz.

@@ -33,7 +33,7 @@ from tunix_lite.parallel.hlo import (
     parse,
     tuple_types,
 )
-from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.hardware import LAUNCH_SECONDS, Hardware
 
 # Instructions that start nothing on a device.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
@@ -98,11 +98,12 @@ def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]
 def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
     """Seconds of one call of the program by the machine model."""
     total = 0.0
+    between = LAUNCH_SECONDS[hardware.platform]
     for kernel in every:
         if kernel.kind != "host":
             moved = (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bandwidth
             sent = kernel.sent_bytes / hardware.link_bandwidth
-            launch = 0.0 if kernel.kind == "prefetch" else hardware.launch_seconds
+            launch = 0.0 if kernel.kind == "prefetch" else between
             computed = kernel.flops / hardware.peak_flops
             total += kernel.times * (launch + max(computed, moved, sent))
     return total

@@ -69,7 +69,7 @@ def with_packing(
         raise ConfigError(why_not)
 
     lengths = Lengths() if lengths is None else lengths
-    flops = {name: computed_flops(trial, lengths) for name, trial in trials.items()}
+    flops = {name: _computed_flops(trial, lengths) for name, trial in trials.items()}
     best = min(flops, key=flops.get)
     if flops[best] > (1 - _LEAST_GAIN) * flops.get("none", math.inf):
         best = "none"
@@ -93,7 +93,7 @@ def packed_as(run: RunConfig, packing: str) -> RunConfig:
     return replace(run, training=replace(run.training, packing=packing))
 
 
-def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
+def _computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     """FLOPs of one forward pass over the batch of an update in its rows, padding included."""
     prompts = resolved.batch.prompts
     generations = resolved.run.algorithm.num_generations

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def as_dict(plan: Plan | Plans) -> dict:
         if one.apart:
             described["device_that_only_samples"] = one.apart
         if one.resolved.converses:
-            described["conversations"] = one.resolved.num_conversations
+            described["conversations"] = max(math.prod(each) for each in one.resolved.rollouts)
         if one.forecast is not None:
             names = ("step_seconds", "tokens_per_second", "hours")
             derived = {name: getattr(one.forecast, name) for name in names}

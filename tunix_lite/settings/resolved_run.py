@@ -179,11 +179,6 @@ class ResolvedRun:
         return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
 
     @property
-    def num_conversations(self) -> int:
-        """Counts the conversations of the largest rollout."""
-        return max((prompts * each for prompts, each in self.rollouts), default=0)
-
-    @property
     def samples_beside_update(self) -> bool:
         """Returns whether the devices hold the arrays of sampling and of the update at once."""
         rollout = self.run.rollout
@@ -364,7 +359,7 @@ def resolve_run(
 
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
-        check_model_divides(run, cfg, lora, mesh_shape)
+        _check_model_divides(run, cfg, lora, mesh_shape)
     base = run.model.lora.base
     if lora is None and base in BLOCKS:
         raise ConfigError(
@@ -376,13 +371,13 @@ def resolve_run(
         sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
         with error_context("rollout.mesh_shape"):
             try:
-                check_model_divides(run, cfg, lora, sizes)
+                _check_model_divides(run, cfg, lora, sizes)
             except ValueError as error:
                 # the message was made for the mesh that learns
                 text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
                 raise ValueError(text) from error
         with error_context("rollout"):
-            check_decode_kernels(run, cfg, platform, sizes["tp"])
+            _check_decode_kernels(run, cfg, platform, sizes["tp"])
     with error_context("generation"):
         check_generation(run, cfg)
 
@@ -403,7 +398,7 @@ def resolve_run(
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
     with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
+        _check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run,
         cfg,
@@ -480,7 +475,7 @@ def learns_from(needs: Needs) -> str:
     return "demonstrations" if needs.demonstrations == ("completion",) else "preferences"
 
 
-def check_model_divides(
+def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
@@ -541,7 +536,7 @@ def _choose_attention(
         return choice, "as training.attention says"
 
 
-def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
     """Raises ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
     if run.rollout.is_fused:
         check_fused(

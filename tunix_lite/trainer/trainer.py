@@ -389,8 +389,8 @@ class Trainer:
             set_rules(run.sharding)
             source.check_mesh(self.found, self.mesh)
         self.cfg = self.found.cfg
-        self._platform = self.mesh.devices.flat[0].platform
-        self.run, _ = with_defaults(run, self.cfg, self.found.lora, self._platform)
+        platform = self.mesh.devices.flat[0].platform
+        self.run, _ = with_defaults(run, self.cfg, self.found.lora, platform)
         self.tokenizer = self.found.tokenizer
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
@@ -403,29 +403,24 @@ class Trainer:
             model, self.run.rollout, max_prompt_length, max_new_tokens
         )
         options = update_options(training.scan_layers)
-        scores = partial(
-            target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings
-        )
-        policy = Policy(None, scores)
-        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
-
-    @cached_property
-    def forward_settings(self) -> dict[str, Any]:
-        """The settings of decoder.forward besides weights, architecture and dtype."""
-        training = self.run.training
         with error_context("training"):
             # the widest row that a datum may make
             longest = self.cfg.max_positions
             name, _ = attention.choose(
-                training.attention, self.cfg, self._platform, self.dtype, longest, False
+                training.attention, self.cfg, platform, self.dtype, longest, False
             )
-        return {
-            "remat": training.remat,
-            "attend": attention.IMPLEMENTATIONS[name],
-            "reduce_dtype": jnp.dtype(training.reduce_dtype),
-            "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
-            "scan_layers": training.scan_layers,
-        }
+        scores = partial(
+            target_scores,
+            cfg=self.cfg,
+            dtype=self.dtype,
+            remat=training.remat,
+            attend=attention.IMPLEMENTATIONS[name],
+            reduce_dtype=jnp.dtype(training.reduce_dtype),
+            tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+            scan_layers=training.scan_layers,
+        )
+        policy = Policy(None, scores)
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
 
     @property
     def max_length(self) -> int:
