@@ -139,21 +139,6 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
     return names
 
 
-def _thinned(line: Line) -> list[tuple[float, float]]:
-    """Few enough points of a line: the first, the last, and of every stretch between them the
-    smallest and the largest, so that no peak is lost."""
-    points = list(zip(line.steps, line.values))
-    last = len(points) - 1
-    if last < _MOST_POINTS:
-        return points
-    chosen = {0, last}
-    for stretch in np.array_split(np.arange(1, last), _MOST_POINTS // 2 - 1):
-        values = np.take(line.values, stretch)
-        # both, since which one matters depends on the metric
-        chosen |= {stretch[values.argmin()], stretch[values.argmax()]}
-    return [points[i] for i in sorted(chosen)]
-
-
 def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from below `low` to above `high`, about `count` of them: 1, 2 or 5 apart."""
     reach = high - low
@@ -225,7 +210,16 @@ def line_chart(chart: Chart) -> str:
         if first <= step <= last and step == round(step):
             write(f"{step:.10g}", x(step), _HEIGHT - 8)
     for line in lines:
-        points = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in _thinned(line)]
+        shown = range(len(line.steps))
+        if len(shown) > _MOST_POINTS:
+            # The first, the last, and of every stretch between them the smallest and the largest,
+            # so that no peak is lost.
+            chosen = {0, len(shown) - 1}
+            for stretch in np.array_split(np.arange(1, len(shown) - 1), _MOST_POINTS // 2 - 1):
+                values = np.take(line.values, stretch)
+                chosen |= {stretch[values.argmin()], stretch[values.argmax()]}
+            shown = sorted(chosen)
+        points = [(f"{x(line.steps[i]):.1f}", f"{y(line.values[i]):.1f}") for i in shown]
         color = f"c{line.color % COLORS}"
         if len(points) > 1:
             kind = "faint" if line.kind == "faint" else "line"

@@ -103,8 +103,21 @@ class CallReader:
     def feed(self, text: str) -> str:
         """The text that is part of no call, as far as one can know."""
         self._text += text
-        free = self._free()
-        released = self._text[self._released : free]
+        text = self._text
+        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
+        end = min(marks, default=len(text))
+        if not marks:
+            # The last characters may be the beginning of a mark.
+            longest = max(map(len, _MARKS)) - 1
+            for length in range(min(longest, len(text)), 0, -1):
+                if any(mark.startswith(text[-length:]) for mark in _MARKS):
+                    end = len(text) - length
+                    break
+        if text.lstrip().startswith(_BRACKETS):
+            # It may be a bare call, which only its end shows.
+            end = 0
+        free = len(text[:end].rstrip())
+        released = text[self._released : free]
         self._released = max(self._released, free)
         return released
 
@@ -125,20 +138,3 @@ class CallReader:
             }
             for call in calls
         ]
-
-    def _free(self) -> int:
-        """The end of the text that is no part of a call."""
-        text = self._text
-        if text.lstrip().startswith(_BRACKETS):
-            # It may be a bare call, which only its end shows.
-            return 0
-        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
-        end = min(marks, default=len(text))
-        if not marks:
-            # The last characters may be the beginning of a mark.
-            longest = max(map(len, _MARKS)) - 1
-            for length in range(min(longest, len(text)), 0, -1):
-                if any(mark.startswith(text[-length:]) for mark in _MARKS):
-                    end = len(text) - length
-                    break
-        return len(text[:end].rstrip())
