@@ -1,5 +1,5 @@
 """The configuration reference, made from the dataclasses: every setting, its type, its default and
-its comment."""
+its comment, which stands there or in the file of conf/ that the class names."""
 
 import ast
 import dataclasses
@@ -10,6 +10,7 @@ import tokenize
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms import (
@@ -199,6 +200,7 @@ FUNCTIONS = (
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")
+EXPLAINED_IN = re.compile(r"# conf/(\S+) explains each setting$", re.MULTILINE)
 
 
 def render() -> str:
@@ -290,6 +292,23 @@ def field_comments(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
             found |= _own_field_comments(base)
+    if named := EXPLAINED_IN.search(inspect.getsource(kind)):
+        found |= file_comments(conf_dir() / named[1])
+    return found
+
+
+def file_comments(file: Path) -> dict[str, str]:
+    """The comment after each key of a YAML file, or above it, by the last name of the key."""
+    found, above = {}, []
+    for line in file.read_text().splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            above.append(text.lstrip("# "))
+            continue
+        key, _, rest = text.partition(":")
+        if comment := rest.partition("  # ")[2] or " ".join(above):
+            found.setdefault(key, comment)
+        above = []
     return found
 
 

@@ -441,6 +441,8 @@ def test_the_reference_names_every_setting(reference):
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
         for f in (f for f in dataclasses.fields(kind) if f.init):
             assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
+    # the optimizer's group has a section for each of its kinds
+    assert re.findall(r"^\| `(\S+)` .*\|  \|$", reference, re.MULTILINE) == ["optimizer"], "says what it means"
 
 
 def test_every_setting_that_a_page_names_exists(reference):

@@ -49,9 +49,8 @@ class Check:
     """How a machine is looked at.
     Example: `tunix-lite check devices=4` is Check(devices=4)."""
 
-    # Number of pretend CPU devices to check instead. null checks the attached devices.
+    # conf/command/check.yaml explains each setting
     devices: int | None = None
-    # Seconds that each check may take. A check that takes longer fails.
     timeout: int = 60
 
     def __post_init__(self):

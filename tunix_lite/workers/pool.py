@@ -43,14 +43,10 @@ class NoScore(NotANumber):
 class RewardsConfig:
     """Settings of reward functions: where they run, and what becomes of a call that fails."""
 
-    # When a reward fails: raise stops the run, zero counts it as 0, drop skips the completion.
+    # conf/rewards/default.yaml explains each setting
     on_error: str = "raise"
-    # Seconds that one call of a reward function may take. A longer call has failed.
     timeout: float = 10.0
-    # Processes that compute rewards. 0 uses the training process, without a timeout, for debugging.
     workers: int = 1
-    # When a reward returns None: error counts it as failed, unscorable skips the completion, skip
-    # uses the other rewards alone.
     on_none: str = "error"
 
     def __post_init__(self):
