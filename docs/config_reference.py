@@ -292,8 +292,6 @@ def field_comments(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
             found |= _own_field_comments(base)
-    if named := EXPLAINED_IN.search(inspect.getsource(kind)):
-        found |= file_comments(conf_dir() / named[1])
     return found
 
 
@@ -313,7 +311,7 @@ def file_comments(file: Path) -> dict[str, str]:
 
 
 def _own_field_comments(kind: type) -> dict[str, str]:
-    """The same of the fields that stand in the class itself."""
+    """The same of the fields that stand in the class itself, or in the file that it names."""
     source = inspect.cleandoc("\n" + inspect.getsource(kind))
     lines = source.splitlines()
     comments = {
@@ -334,7 +332,8 @@ def _own_field_comments(kind: type) -> dict[str, str]:
             found[node.target.id] = " ".join(above)
         if node.end_lineno in comments:
             found[node.target.id] = comments[node.end_lineno]
-    return found
+    named = EXPLAINED_IN.search(source)
+    return found | (file_comments(conf_dir() / named[1]) if named else {})
 
 
 def _type(hint: Any) -> str:

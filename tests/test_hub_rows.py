@@ -86,14 +86,14 @@ TRAIN = [[1, "1"], [2, "2"], [3, "3"]]
 def test_a_name_gives_the_rows_of_a_config_and_a_split(hub):
     names = ["org/sums", "org/sums:main", "org/sums:test", "org/sums:main:test", "org/sums:hard", "org/sums::test"]
     names += [f"org/sums@{NEW}:main", "org/plain", "org/plain:train"]
-    read = hub(f"print(json.dumps([read('hub:' + name) for name in {names}]))")
+    # to evaluate with, the same name is the split `test`
+    reads = f"[read('hub:' + name) for name in {names}] + [read('hub:org/sums', 'test')]"
+    read = hub(f"print(json.dumps({reads}))")
     whole, test = [f"hub:org/sums@{OLD}:main:train", TRAIN], [f"hub:org/sums@{OLD}:main:test", [[1, "9"]]]
     hard = [f"hub:org/sums@{OLD}:hard:train", [[1, "77"]]]
     new = [f"hub:org/sums@{NEW}:main:train", [[1, "1001"], [2, "1002"], [3, "3"]]]
     plain = [f"hub:org/plain@{OLD}:default:train", [[1, "5"]]]
-    assert read == [whole, whole, test, test, hard, test, new, plain, plain]
-    # to evaluate with, the same name is the split `test`
-    assert hub("print(json.dumps(read('hub:org/sums', 'test')))") == test
+    assert read == [whole, whole, test, test, hard, test, new, plain, plain, test]
 
 
 def test_rows_are_streamed_as_they_are_read(hub, tmp_path):
@@ -107,11 +107,10 @@ def test_without_a_network_the_cache_has_every_commit_that_was_read(hub):
     Rows.main = NEW
     name, rows = hub("print(json.dumps(read('hub:org/sums')))")
     assert name == f"hub:org/sums@{NEW}:main:train" and rows[0] == [1, "1001"]
-    offline = {"HF_HUB_OFFLINE": "1"}
     code = f"print(json.dumps([read('hub:org/sums@{OLD}:main'), read('hub:org/sums@{NEW}:main:train')]))"
-    assert hub(code, **offline) == [[f"hub:org/sums@{OLD}:main:train", TRAIN], [name, rows]]
     # no address is listening there
-    assert hub(code, HF_ENDPOINT="http://127.0.0.1:9") == hub(code, **offline)
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        assert hub(code, **environment) == [[f"hub:org/sums@{OLD}:main:train", TRAIN], [name, rows]]
 
 
 def test_what_cannot_be_had_says_what_to_type(hub):
@@ -240,7 +239,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
     words = ["task=jsonl", "algorithm=sft", "task.train=hub:org/sums", "task.held_out=hub:org/sums"]
     words += ["task.prompt={problem}", "'task.fields={completion: answer}'".strip("'"), "model=random"]
     words += ["training.prompts_per_step=2", "evaluation.num_examples=0", "tracking.report=false"]
-    words += ["model.mesh_shape=[[1,1],[fsdp,tp]]", "training.packing=none"]
+    words += ["model.mesh_shape=[[1,1],[fsdp,tp]]", "training.packing=none", "model.architecture.num_layers=2"]
     main = OLD
     train(compose([*words, "training.max_steps=1"]), tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "fingerprint.json").read_text())["task"]
