@@ -55,8 +55,8 @@ from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
-    """Settings of an evaluation: examples, samples, and the model to compare with. Example:
-    `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples."""
+    """Settings of an evaluation: examples, samples, and the model to compare with.
+    Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64."""
 
     # conf/command/evaluate.yaml explains each setting
     num_examples: int | None = None
