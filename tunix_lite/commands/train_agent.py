@@ -28,7 +28,7 @@ def train_agent(
     metrics.jsonl, samples and all else of a run; a second call with the same folder goes on where
     the first stopped. config: how the agent is run. Raises ConfigError for settings that agents do
     not follow, RunFailed where an agent fails and on_error=raise, and what `train` raises.
-    Example: train_agent(agent, "task=arithmetic", "training.max_steps=9", folder="outputs/mine")."""
+    Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/my")."""
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     # who called a function cannot type a setting of the command line
