@@ -1,5 +1,5 @@
 """The configuration reference, made from the dataclasses: every setting, its type, its default and
-its comment."""
+its comment, which stands there or in the file of conf/ that the class names."""
 
 import ast
 import dataclasses
@@ -10,6 +10,7 @@ import tokenize
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms import (
@@ -199,6 +200,7 @@ FUNCTIONS = (
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")
+EXPLAINED_IN = re.compile(r"# conf/(\S+) explains each setting$", re.MULTILINE)
 
 
 def render() -> str:
@@ -293,8 +295,23 @@ def field_comments(kind: type) -> dict[str, str]:
     return found
 
 
+def file_comments(file: Path) -> dict[str, str]:
+    """The comment after each key of a YAML file, or above it, by the last name of the key."""
+    found, above = {}, []
+    for line in file.read_text().splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            above.append(text.lstrip("# "))
+            continue
+        key, _, rest = text.partition(":")
+        if comment := rest.partition("  # ")[2] or " ".join(above):
+            found.setdefault(key, comment)
+        above = []
+    return found
+
+
 def _own_field_comments(kind: type) -> dict[str, str]:
-    """The same of the fields that stand in the class itself."""
+    """The same of the fields that stand in the class itself, or in the file that it names."""
     source = inspect.cleandoc("\n" + inspect.getsource(kind))
     lines = source.splitlines()
     comments = {
@@ -315,7 +332,8 @@ def _own_field_comments(kind: type) -> dict[str, str]:
             found[node.target.id] = " ".join(above)
         if node.end_lineno in comments:
             found[node.target.id] = comments[node.end_lineno]
-    return found
+    named = EXPLAINED_IN.search(source)
+    return found | (file_comments(conf_dir() / named[1]) if named else {})
 
 
 def _type(hint: Any) -> str:

@@ -16,12 +16,10 @@ import json
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,16 +27,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HELD_FOLDER = "RECORDED_RUNS_HELD_FOLDER"  # an environment variable that the reward below reads
 LIMIT = 300  # seconds until a run must have ended
 DEVICES = 4  # of all processes of a run together
 STEPS = 6
-SAVED_BEFORE_KILL = 3  # the step of the checkpoint that a killed run goes on from
-DONE_BEFORE_KILL = 4  # the last step that it logs before it is killed
 
 BASE = (
     f"training.max_steps={STEPS}",
-    f"training.save_interval_steps={SAVED_BEFORE_KILL}",
+    "training.save_interval_steps=3",
     "training.prompts_per_step=4",
     "algorithm.num_generations=4",
     "generation.max_new_tokens=8",
@@ -51,7 +46,6 @@ BASE = (
     "rewards.timeout=120",  # a loaded machine must not turn a slow call into a failed one
     # Groups must disagree, or nothing would be learned.
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",
-    "+task.rewards.held={fn: {_target_: recorded_runs.held}, weight: 0.0}",
 )
 MESH_4X1 = "model.mesh_shape=[[4,1],[fsdp,tp]]"
 MESH_2X2 = "model.mesh_shape=[[2,2],[fsdp,tp]]"
@@ -65,11 +59,10 @@ SFT = (*(setting for setting in BASE if not setting.startswith("algorithm.")), "
 
 @dataclass(frozen=True)
 class Run:
-    """One run to record. `kill`: end it with kill -9 after DONE_BEFORE_KILL steps, then start the same command again."""
+    """One run to record."""
 
     settings: tuple[str, ...]
     processes: int = 1
-    kill: bool = False
 
 
 RUNS = {
@@ -82,31 +75,15 @@ RUNS = {
     "conversations": Run((*CONVERSATIONS, MESH_2X2)),
     "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
-    "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
-    "killed_carry": Run((*BASE, "rollout.overlap=carry", MESH_2X2), kill=True),
-    "killed_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2), kill=True),
     "overlap_one_step": Run((*BASE, "rollout.overlap=one_step", MESH_2X2)),
     "two_processes": Run((*BASE, MESH_2X2), processes=2),
 }
-# Runs that must end with the same metrics and the same checkpoint.
-TWINS = [("killed_and_resumed", "grpo_2x2"), ("killed_carry", "overlap_carry"), ("killed_one_step", "overlap_one_step")]
 
 FLAGS = "--xla_backend_optimization_level=0"  # compiling takes most of the time
 if version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
 READING = threading.Lock()  # orbax reads one checkpoint at a time
-
-
-# ---- a reward that the runs use
-
-
-def held(completion: str, example: dict) -> float:
-    """0; in the run that is to be killed, does not return once DONE_BEFORE_KILL steps are logged."""
-    folder = os.environ.get(HELD_FOLDER)
-    while folder and last_logged_step(Path(folder)) >= DONE_BEFORE_KILL:
-        time.sleep(0.1)
-    return 0.0
 
 
 def last_logged_step(folder: Path) -> int:
@@ -135,50 +112,20 @@ def environment(devices: int) -> dict[str, str]:
     }
 
 
-def started(run: Run, folder: Path, **variables: str) -> subprocess.Popen:
+def started(run: Run, folder: Path) -> subprocess.Popen:
     """A run in `folder`. What it prints is added to FOLDER.out and FOLDER.err."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "tunix_lite.launch", f"--nprocs={run.processes}"] if run.processes > 1 else []
     with open(f"{folder}.out", "ab") as out, open(f"{folder}.err", "ab") as err:
         return subprocess.Popen(
             [sys.executable, *launcher, str(ROOT / "run_training.py"), *run.settings, f"hydra.run.dir={folder}"],
-            env=environment(DEVICES // run.processes) | variables,
+            env=environment(DEVICES // run.processes),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             start_new_session=True,
         )
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a run waits in `held`, and its checkpoint is on disk."""
-    checkpoint = folder / "checkpoints" / str(SAVED_BEFORE_KILL)
-    return last_logged_step(folder) >= DONE_BEFORE_KILL and checkpoint.is_dir()
-
-
-def ended(process: subprocess.Popen, is_enough=lambda: False) -> int:
-    """The exit code of a run, which is killed once `is_enough()`, or after LIMIT, which raises TimeoutError."""
-    deadline = time.monotonic() + LIMIT
-    while process.poll() is None and not is_enough():
-        if time.monotonic() > deadline:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"it takes more than {LIMIT} seconds: {process.args}")
-        time.sleep(0.05)
-    if process.poll() is None:
-        time.sleep(1)  # until the main thread, too, waits for the reward
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def run_all(run: Run, folder: Path) -> dict[str, int]:
-    """The exit codes of the processes that were started, one after the other, for this run."""
-    codes = {}
-    if run.kill:
-        codes["killed"] = ended(started(run, folder, **{HELD_FOLDER: str(folder)}), lambda: is_held(folder))
-        if codes["killed"] != -signal.SIGKILL:
-            raise RuntimeError(f"the run in {folder} ended before it could be killed: see {folder}.err")
-    return codes | {"last": ended(started(run, folder))}
 
 
 # ---- reading what a run left
@@ -215,10 +162,14 @@ def checkpoint_of(folder: Path) -> dict:
 
 def recorded(run: Run, folder: Path) -> dict:
     """Makes the run and says what it left."""
-    codes = run_all(run, folder)
+    process = started(run, folder)
+    try:
+        code = process.wait(LIMIT)
+    finally:
+        process.kill()
     samples = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("samples/*"))}
     checkpoint = checkpoint_of(folder)
-    return {"exit_codes": codes, "metrics": metrics_of(folder), "checkpoint": checkpoint, "samples": samples}
+    return {"exit_codes": {"last": code}, "metrics": metrics_of(folder), "checkpoint": checkpoint, "samples": samples}
 
 
 # ---- comparing
@@ -245,23 +196,11 @@ def differences(one: dict, other: dict, parts: tuple[str, ...] = ("exit_codes", 
     return [*lines, *different_metrics(one["metrics"], other["metrics"])]
 
 
-def broken_claims(runs: dict[str, dict]) -> list[str]:
-    """What is wrong with a recording by itself: a run that failed, or one that is not like its twin."""
-    broken = [
-        f"{name}: exit code {run['exit_codes']['last']}" for name, run in runs.items() if run["exit_codes"]["last"]
-    ]
-    for one, other in TWINS:
-        if one in runs and other in runs:
-            lines = differences(runs[other], runs[one], ("checkpoint",))
-            broken += [f"{one} is not as {other}: {line}" for line in lines]
-    return broken
-
-
 # ---- the program
 
 
 def record(out: Path, only: list[str], jobs: int) -> int:
-    """Makes the runs and writes the record. 1 if a run failed that should not, or the other way round."""
+    """Makes the runs and writes the record. 1 if a run failed."""
     names = only or list(RUNS)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         place = Path(temporary).resolve()
@@ -272,7 +211,8 @@ def record(out: Path, only: list[str], jobs: int) -> int:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     found = {"commit": commit, "made_with": made_with, "runs": runs}
     out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    broken = broken_claims(runs)
+    codes = {name: run["exit_codes"]["last"] for name, run in runs.items()}
+    broken = [f"{name}: exit code {code}" for name, code in codes.items() if code]
     print("\n".join([*broken, f"{len(runs)} runs are recorded in {out}"]))
     return 1 if broken else 0
 

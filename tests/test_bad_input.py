@@ -13,7 +13,7 @@ import pytest
 from forked import called
 
 from tunix_lite.commands import check
-from tunix_lite.distributed.folder_lock import lock_folder, lock_owner
+from tunix_lite.distributed.folder_lock import _lock_owner, lock_folder
 
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
@@ -59,7 +59,7 @@ def other(tmp_path):
 def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
     os.kill(other.pid, signal.SIGKILL)
     with lock_folder(tmp_path / "run", 5):
-        assert lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
+        assert _lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
     with lock_folder(tmp_path / "run", 0):
         pass
 
@@ -122,10 +122,10 @@ def test_the_command_of_the_page_runs_and_four_pretend_devices_sum(tmp_path):
 def test_a_sum_that_is_wrong_is_seen(monkeypatch):
     right = jax.lax.psum
     assert jax.config.jax_enable_compilation_cache
-    assert check.reduce_over(jax.devices(), 4096)[1] is None
+    assert check._reduce_over(jax.devices(), 4096)[1] is None
     assert not jax.config.jax_enable_compilation_cache, "a program of four devices is not read from disk"
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis_name: right(x, axis_name) + 1)
-    assert check.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
+    assert check._reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
 
 
 def test_a_device_that_hangs_is_a_line_after_the_time_out():

@@ -135,4 +135,4 @@ def test_what_is_allocated_lies_in_huge_pages_and_is_given_back_when_asked():
     assert int(kept) > 1400 and was_given == "True"
     assert int(after) < 300 and is_given_again == "False"
     # some systems have no huge pages of 2 MiB, or count addresses
-    assert is_huge == str(host_memory.can_reserve_addresses())
+    assert is_huge == str(host_memory._can_reserve_addresses())

@@ -10,7 +10,7 @@ import pytest
 from conftest import decode_random, set_mesh
 
 from tunix_lite.kernels import decode_products
-from tunix_lite.kernels.decode_products import FusedProducts, Tile
+from tunix_lite.kernels.decode_products import FusedProducts, _Tile
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.decoder import Products
@@ -49,7 +49,7 @@ def inputs(*shape: int, dtype=jnp.float32, rows: int = ROWS) -> jax.Array:
 def test_sums_are_those_of_float64(parts, monkeypatch):
     """With any number of parts, of rows and columns that fill no tile."""
     set_mesh(1, 1)
-    monkeypatch.setattr(decode_products, "tile_of", lambda *_, **__: Tile(16, 32, parts))
+    monkeypatch.setattr(decode_products, "_tile_of", lambda *_, **__: _Tile(16, 32, parts))
     x, w = inputs(256), jnp.asarray(np.random.default_rng(2).normal(size=(256, 48)), jnp.float32)
     found = jax.jit(FUSED.down)(x, {"down": w})
     np.testing.assert_allclose(found[:, 0], np.float64(x[:, 0]) @ np.float64(w), atol=1e-4)

@@ -22,7 +22,7 @@ from jax.experimental import mesh_utils, topologies
 from processes import free_port, own_lines
 
 from tunix_lite.distributed import agreement, join
-from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
+from tunix_lite.distributed.agreement import ProcessInfo, _flatten_settings, describe_differences
 from tunix_lite.distributed.meeting import NotMet, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.parallel import mesh
@@ -163,7 +163,7 @@ def test_the_odd_one_out_is_named_and_of_two_it_is_not_process_0():
 
 
 def test_paths_that_belong_to_a_machine_are_compared_by_their_end():
-    one = flatten_settings({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
+    one = _flatten_settings({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
     assert one == {"model.weights": "gemma", "seed": "1"}
 
 
@@ -178,18 +178,18 @@ def test_variables_that_change_programs_are_compared_though_only_one_has_them():
     names += "DEBUG_LOG_MODULES TRACEBACK_FILTERING"
     own = {f"JAX_{name}": "1" for name in names.split()} | {"JAX_DEFAULT_DEVICE": "", "HOME": "/root"}
     own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_dump_to=/a"}
-    assert agreement.compiler_variables(own) == {}
+    assert agreement._compiler_variables(own) == {}
     mine = {"JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_a=2  --xla_b --xla_force_host_platform_device_count=4"}
-    values = agreement.compiler_variables(mine | {"LIBTPU_INIT_ARGS": "--xla_tpu_c=x"})
+    values = agreement._compiler_variables(mine | {"LIBTPU_INIT_ARGS": "--xla_tpu_c=x"})
     assert values == {
         "variable JAX_ENABLE_X64": "1",
         "variable XLA_FLAGS --xla_a": "2",
         "variable XLA_FLAGS --xla_b": "true",
         "variable LIBTPU_INIT_ARGS --xla_tpu_c": "x",
     }
-    assert heard(values, values, agreement.compiler_variables(own) | values) is None
+    assert heard(values, values, agreement._compiler_variables(own) | values) is None
     differs = "process 1 (b) has variable JAX_ENABLE_X64=1, the others not set. "
-    assert heard({}, agreement.compiler_variables({"JAX_ENABLE_X64": "1"})).startswith(differs)
+    assert heard({}, agreement._compiler_variables({"JAX_ENABLE_X64": "1"})).startswith(differs)
 
 
 def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(tmp_path, monkeypatch):

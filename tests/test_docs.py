@@ -39,7 +39,7 @@ from tunix_lite.planning import report
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.config import RunConfig, build
-from tunix_lite.settings.resolved_run import check_generation, check_model_divides
+from tunix_lite.settings.resolved_run import _check_model_divides, check_generation
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
 
@@ -298,7 +298,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     lora = run.model.lora if run.model.lora.rank else None
-    check_model_divides(run, cfg, lora, mesh)
+    _check_model_divides(run, cfg, lora, mesh)
     return mesh
 
 
@@ -441,6 +441,8 @@ def test_the_reference_names_every_setting(reference):
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
         for f in (f for f in dataclasses.fields(kind) if f.init):
             assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
+    # the optimizer's group has a section for each of its kinds
+    assert re.findall(r"^\| `(\S+)` .*\|  \|$", reference, re.MULTILINE) == ["optimizer"], "says what it means"
 
 
 def test_every_setting_that_a_page_names_exists(reference):

@@ -14,7 +14,7 @@ import yaml
 from tunix_lite.__main__ import main
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.report.evidence import Evidence, read_evidence
-from tunix_lite.report.findings import FAULTS, diagnose, relative_step
+from tunix_lite.report.findings import FAULTS, _relative_step, diagnose
 
 # benchmarks/spoilt_runs.py made these runs, and cut short what they left
 RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())
@@ -104,12 +104,12 @@ def test_the_step_of_adapters_is_what_they_add_to_a_weight():
     what a @ b comes to."""
     settings = {"model.lora.rank": 8, "model.lora.alpha": 32.0}
     run = replace(evidence(train_update_norm=[0.1], settings=settings), status={"trained_parameters": 100})
-    found = relative_step(replace(run, architecture={"embed_dim": 64}))
+    found = _relative_step(replace(run, architecture={"embed_dim": 64}))
     assert found.largest == pytest.approx(4 * np.sqrt(8 / 3) * 0.01)
     rng = np.random.default_rng(0)
     a, b = rng.uniform(-(64**-0.5), 64**-0.5, (64, 8)), rng.choice([-0.01, 0.01], (8, 64))
     assert found.largest == pytest.approx((4 * a @ b).std() * np.sqrt(64), rel=0.05)
-    assert not relative_step(replace(run, status={"parameters": 100}))
+    assert not _relative_step(replace(run, status={"parameters": 100}))
 
 
 def test_a_reward_that_climbs_while_nothing_gets_right_is_exploited():

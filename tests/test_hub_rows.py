@@ -1,17 +1,13 @@
 """Data sets of the hub by name, from a hub of our own on the loopback: which split, which commit, from which cache."""
 
 import json
-import os
 import re
-import subprocess
 import sys
-import threading
-import urllib.parse
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_server import Hub, serving
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -55,101 +51,17 @@ REPOS = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as the datasets library asks for."""
-
-    main = OLD
-
-    def do_GET(self):
-        place, _, query = self.path.partition("?")
-        parts = [urllib.parse.unquote(part) for part in place.strip("/").split("/")]
-        is_api = parts[:2] == ["api", "datasets"]
-        parts = parts[2:] if is_api else parts[1:]
-        parts += ["revision", "main"] if len(parts) == 2 else []
-        repo, verb, revision, rest = "/".join(parts[:2]), parts[2], parts[3], "/".join(parts[4:])
-        commits = REPOS.get(repo)
-        if commits is None:
-            return self.answer(401, **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        sha = Hub.main if revision == "main" else revision
-        sha = sha if sha in commits else OLD if revision == "main" else None
-        if sha is None:
-            return self.answer(404, **{"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
-        files = commits[sha]
-        if verb == "revision":
-            listed = [{"rfilename": file} for file in files]
-            about = {"id": repo, "sha": sha, "siblings": listed, "private": False, "tags": [], "downloads": 0}
-            return self.answer(200, json.dumps(about).encode())
-        if verb == "tree":
-            inside = {file: data for file, data in files.items() if not rest or file.startswith(f"{rest}/")}
-            return self.listed(inside, rest, "recursive=true" in query.lower())
-        if rest not in files:
-            return self.answer(404, **{"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
-        self.answer(200, files[rest], **{"ETag": f'"{sha[:1]}{rest.encode().hex()}"', "X-Repo-Commit": sha})
-
-    do_HEAD = do_GET
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        paths = json.loads(body)["paths"] if body.startswith("{") else urllib.parse.parse_qs(body)["paths"]
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        files = REPOS["/".join(parts[2:4])][parts[5]]
-        folders = {"/".join(file.split("/")[:-1]) for file in files} - {""}
-        found = [self.entry(path, files[path]) for path in paths if path in files]
-        found += [{"type": "directory", "path": path, "oid": "0"} for path in paths if path in folders]
-        self.answer(200, json.dumps(found).encode())
-
-    def entry(self, path, data):
-        return {"type": "file", "path": path, "size": len(data), "oid": data.hex()[:40]}
-
-    def listed(self, files, folder, is_recursive):
-        found = {}
-        for path, data in files.items():
-            inside = path.removeprefix(f"{folder}/" if folder else "")
-            if "/" in inside:
-                first = (f"{folder}/" if folder else "") + inside.split("/")[0]
-                found[first] = {"type": "directory", "path": first, "oid": "0"}
-            if "/" not in inside or is_recursive:
-                found[path] = self.entry(path, data)
-        self.answer(200, json.dumps([*found.values()]).encode())
-
-    def answer(self, status, body=b"", **headers):
-        whole = len(body)
-        if status == 200 and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))):
-            begin, end = int(asked[1]), min(int(asked[2] or whole), whole - 1)
-            body, status = body[begin : end + 1], 206
-            headers["Content-Range"] = f"bytes {begin}-{end}/{whole}"
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json", **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+class Rows(Hub):
+    repos = REPOS
+    kind = "datasets"
 
 
 @pytest.fixture
 def hub(tmp_path):
-    """hub(code, **environment): what `code` prints as JSON, in a process whose hub is ours, with a cache of its own."""
-    Hub.main = OLD
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    keep = {key: value for key, value in os.environ.items() if "proxy" not in key.lower() and not key.startswith("HF_")}
-    ours = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "cache")}
-    ours |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-
-    def run(code, **environment):
-        code = f"{HEAD}\n{code}"
-        call = [sys.executable, "-c", code]
-        done = subprocess.run(call, cwd=ROOT, env=keep | ours | environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    yield run
-    server.shutdown()
-    server.server_close()
+    """hub(code, **environment): what `code` prints as JSON."""
+    Rows.main = OLD
+    with serving(Rows, tmp_path / "cache", HEAD) as run:
+        yield lambda code, **environment: json.loads(run(code, **environment).splitlines()[-1])
 
 
 HEAD = """
@@ -174,14 +86,14 @@ TRAIN = [[1, "1"], [2, "2"], [3, "3"]]
 def test_a_name_gives_the_rows_of_a_config_and_a_split(hub):
     names = ["org/sums", "org/sums:main", "org/sums:test", "org/sums:main:test", "org/sums:hard", "org/sums::test"]
     names += [f"org/sums@{NEW}:main", "org/plain", "org/plain:train"]
-    read = hub(f"print(json.dumps([read('hub:' + name) for name in {names}]))")
+    # to evaluate with, the same name is the split `test`
+    reads = f"[read('hub:' + name) for name in {names}] + [read('hub:org/sums', 'test')]"
+    read = hub(f"print(json.dumps({reads}))")
     whole, test = [f"hub:org/sums@{OLD}:main:train", TRAIN], [f"hub:org/sums@{OLD}:main:test", [[1, "9"]]]
     hard = [f"hub:org/sums@{OLD}:hard:train", [[1, "77"]]]
     new = [f"hub:org/sums@{NEW}:main:train", [[1, "1001"], [2, "1002"], [3, "3"]]]
     plain = [f"hub:org/plain@{OLD}:default:train", [[1, "5"]]]
-    assert read == [whole, whole, test, test, hard, test, new, plain, plain]
-    # to evaluate with, the same name is the split `test`
-    assert hub("print(json.dumps(read('hub:org/sums', 'test')))") == test
+    assert read == [whole, whole, test, test, hard, test, new, plain, plain, test]
 
 
 def test_rows_are_streamed_as_they_are_read(hub, tmp_path):
@@ -192,14 +104,13 @@ def test_rows_are_streamed_as_they_are_read(hub, tmp_path):
 
 def test_without_a_network_the_cache_has_every_commit_that_was_read(hub):
     hub("print(json.dumps(read('hub:org/sums')))")
-    Hub.main = NEW
+    Rows.main = NEW
     name, rows = hub("print(json.dumps(read('hub:org/sums')))")
     assert name == f"hub:org/sums@{NEW}:main:train" and rows[0] == [1, "1001"]
-    offline = {"HF_HUB_OFFLINE": "1"}
     code = f"print(json.dumps([read('hub:org/sums@{OLD}:main'), read('hub:org/sums@{NEW}:main:train')]))"
-    assert hub(code, **offline) == [[f"hub:org/sums@{OLD}:main:train", TRAIN], [name, rows]]
     # no address is listening there
-    assert hub(code, HF_ENDPOINT="http://127.0.0.1:9") == hub(code, **offline)
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        assert hub(code, **environment) == [[f"hub:org/sums@{OLD}:main:train", TRAIN], [name, rows]]
 
 
 def test_what_cannot_be_had_says_what_to_type(hub):
@@ -328,7 +239,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
     words = ["task=jsonl", "algorithm=sft", "task.train=hub:org/sums", "task.held_out=hub:org/sums"]
     words += ["task.prompt={problem}", "'task.fields={completion: answer}'".strip("'"), "model=random"]
     words += ["training.prompts_per_step=2", "evaluation.num_examples=0", "tracking.report=false"]
-    words += ["model.mesh_shape=[[1,1],[fsdp,tp]]", "training.packing=none"]
+    words += ["model.mesh_shape=[[1,1],[fsdp,tp]]", "training.packing=none", "model.architecture.num_layers=2"]
     main = OLD
     train(compose([*words, "training.max_steps=1"]), tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "fingerprint.json").read_text())["task"]

@@ -14,7 +14,7 @@ from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
-from tunix_lite.settings.resolved_run import check_decode_kernels
+from tunix_lite.settings.resolved_run import _check_decode_kernels
 
 OTHERS = (
     *(replace(CFG, attn_gate=True), replace(CFG, rope_share=0.75), replace(CFG, qk_norm_whole=True, pre_norms=False)),
@@ -85,9 +85,9 @@ def test_a_run_with_adapters_or_cut_offs_refuses_them_before_it_starts():
     settings = ["model=gemma3_1b", "training.mixed_precision=bf16", "rollout.kernels=fused"]
     run = compose(settings)
     cfg = run.model.architecture
-    check_decode_kernels(run, cfg, "cuda", 1)
+    _check_decode_kernels(run, cfg, "cuda", 1)
     cut = replace(run, generation=replace(run.generation, top_p=0.9))
     adapted, int8 = (compose([*settings, more]) for more in ("model.lora.rank=8", "rollout.cache=int8"))
     for other, reason in ((cut, "draw from all"), (adapted, "these have LoRA"), (int8, "read no int8")):
         with pytest.raises(ValueError, match=reason):
-            check_decode_kernels(other, cfg, "cuda", 1)
+            _check_decode_kernels(other, cfg, "cuda", 1)

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, local_processes
+from tunix_lite.distributed.launcher import _LocalProcesses, local_processes
 from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
@@ -226,14 +226,14 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
 def test_the_processes_of_a_machine_are_numbered_from_its_rank_or_its_place_in_slurm():
     said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
     group = local_processes(4, said)
-    assert group == LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
+    assert group == _LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
     told = group.environments()
     assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
     slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "2"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     where = slurm | {"MASTER_ADDR": "gpu003"}
-    assert local_processes(4, where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
+    assert local_processes(4, where) == _LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
     for environ, message in (
         (
             slurm,
@@ -265,11 +265,15 @@ def test_a_wrong_flag_is_one_line_without_the_usage(words, message, capsys):
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
-def test_without_a_file_it_trains():
-    assert launcher.process_command(["seed=1"]) == [sys.executable, "-m", "tunix_lite", "train", "seed=1"]
-    assert launcher.process_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
-    evaluate = ["-m", "tunix_lite", "evaluate", "checkpoint=RUN"]
-    assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
+def test_without_a_file_it_trains(monkeypatch):
+    commands = []
+    monkeypatch.setattr(launcher, "_supervise", lambda command, *_: commands.append(command) or 0)
+    for words in (["hydra.run.dir=a"], ["run_training.py", "hydra.run.dir=a"], ["evaluate", "checkpoint=RUN"]):
+        with pytest.raises(SystemExit):
+            launcher.main(words)
+    ours = ["-m", "tunix_lite"]
+    expected = [[*ours, "train", "hydra.run.dir=a"], ["run_training.py", "hydra.run.dir=a"]]
+    assert commands == [[sys.executable, *words] for words in (*expected, [*ours, "evaluate", "checkpoint=RUN"])]
 
 
 def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.planning.packing_choice import computed_flops, packed_as, with_packing
+from tunix_lite.planning.packing_choice import _computed_flops, packed_as, with_packing
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import _fingerprint_of, find_parts, with_packing_as_before
 from tunix_lite.settings.compose import compose
@@ -15,7 +15,8 @@ from tunix_lite.settings.resolved_run import find_model, resolve_run
 
 WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
 WORDS += ["generation.max_new_tokens=8"]
-FULL = Lengths(prompt_share=1.0, completion_share=1.0)
+# longer than any may be, so all have the longest length
+FULL = Lengths(completions=(10**6,), mean_prompt=1e6)
 
 
 def resolved(run, fsdp: int = 1):
@@ -40,19 +41,19 @@ def test_what_rows_compute_is_counted_with_their_padding():
     plain = resolved(packed_as(run, "none"))
     # 8 sequences of 8 + 8 tokens
     expected = flops(plain.cfg, 8 * 16, 8 * 8, 8 * 16**2)
-    assert computed_flops(plain, FULL) == pytest.approx(expected)
-    assert computed_flops(plain, Lengths(0.5, 0.25)) == pytest.approx(expected), "padding is computed"
+    assert _computed_flops(plain, FULL) == pytest.approx(expected)
+    assert _computed_flops(plain, Lengths()) == pytest.approx(expected), "padding is computed"
     shared = resolved(packed_as(run, "prefix"))
     # 2 prompts of 8 tokens, each with 4 lanes of 8 that see the prompt and themselves
     lanes = 8**2 + 4 * 8 * (8 + 8)
     assert shared.rows.shape.num_lanes == 4
-    assert computed_flops(shared, FULL) == pytest.approx(flops(shared.cfg, 2 * 40, 2 * 32, 2 * lanes))
+    assert _computed_flops(shared, FULL) == pytest.approx(flops(shared.cfg, 2 * 40, 2 * 32, 2 * lanes))
 
 
 def test_the_one_that_computes_least_is_chosen_and_the_gain_is_said():
     best = chosen(lengths=FULL)
     assert best.rows.packing == "prefix" and best.run.training.packing == "prefix"
-    share = computed_flops(best, FULL) / computed_flops(resolved(packed_as(best.run, "none")), FULL)
+    share = _computed_flops(best, FULL) / _computed_flops(resolved(packed_as(best.run, "none")), FULL)
     assert f"prefix {share:.0%}" in best.packing_reason and share < 0.7
     # prompts of half their longest leave padding in prefixes, which rows of several sequences do not have
     words = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.prompts_per_step=16"]

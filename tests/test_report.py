@@ -17,7 +17,7 @@ from tunix_lite.__main__ import main
 from tunix_lite.basics.locks import is_held
 from tunix_lite.report.charts import Chart, Line, line_chart
 from tunix_lite.report.comparison import runs_in
-from tunix_lite.report.page import page_as_html, write_at_end, write_page
+from tunix_lite.report.page import write_at_end, write_page
 from tunix_lite.report.run_page import run_page
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>](javascript:x)|`</pre>&\x1b[31m\u202e"
@@ -148,7 +148,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def read(folder) -> Reader:
-    return Reader(page_as_html(run_page(folder)))
+    return Reader(write_page(run_page(folder), folder / "page").read_text())
 
 
 def numbers(text: str) -> list[float]:
@@ -193,6 +193,14 @@ def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
         assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
 
 
+def test_best_middle_and_worst_of_the_group_whose_rewards_differ_most_are_shown(run):
+    folder, _, _ = run
+    groups = ((1.0, None, 3.0, 2.0), (9.0, 9.0))
+    rows = [{"prompt": "p", "group": i, "reward": r} for i, rewards in enumerate(groups) for r in rewards]
+    (folder / "samples" / f"step_{STEPS:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert re.findall(r"reward \d", "".join(read(folder).words)) == ["reward 3", "reward 2", "reward 1"]
+
+
 def test_a_drawn_curve_lies_where_its_numbers_are():
     """Read back through the numbers at the grid, as an eye does."""
     steps, values = list(range(1, 41)), np.random.default_rng(0).normal(3, 1, 40).tolist()
@@ -224,7 +232,7 @@ def test_texts_of_a_stranger_stay_texts_and_a_page_loads_nothing_from_elsewhere(
     assert "alert(1)" in "".join(found.words), "it is shown, as text"
     assert "\x1b" not in text and "\u202e" not in text
     assert "default-src 'none'" in text
-    sound = page_as_html(run_page(run[0]))
+    sound = write_page(run_page(run[0]), run[0] / "page").read_text()
     assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", sound)
 
 

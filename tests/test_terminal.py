@@ -12,7 +12,6 @@ import subprocess
 import sys
 import termios
 
-from tunix_lite.report.run_page import best_middle_worst
 from tunix_lite.rollout.requests import Request
 from tunix_lite.runs.sampling_progress import SamplingClock
 from tunix_lite.tracking.console import Console, lines_of_sample
@@ -61,8 +60,6 @@ def test_a_sample_is_one_line_whatever_it_holds():
     row = {"prompt": "p\nq", "completion": NASTY, "extracted": None, "correct": False, "reward": 0.25}
     assert lines_of_sample(row, True) == [f"  wrong  p ⏎ q  →  {NASTY}  [no answer]  reward 0.25"]
     assert lines_of_sample({"reward": "x"}, True) == ["  wrong  None  →  None  [no answer]"]
-    picked = best_middle_worst([[{"reward": r} for r in (1.0, None, 3.0, 2.0)], [{"reward": 9.0}] * 2])
-    assert [row["reward"] for row in picked] == [3.0, 2.0, 1.0] and best_middle_worst([]) == []
 
 
 BOARD = """

@@ -49,9 +49,8 @@ class Check:
     """How a machine is looked at.
     Example: `tunix-lite check devices=4` is Check(devices=4)."""
 
-    # Number of pretend CPU devices to check instead. null checks the attached devices.
+    # conf/command/check.yaml explains each setting
     devices: int | None = None
-    # Seconds that each check may take. A check that takes longer fails.
     timeout: int = 60
 
     def __post_init__(self):
@@ -191,7 +190,7 @@ def _all_reduce() -> str:
     if count == 1:
         return "one device: nothing to send"
     size = (4 if devices[0].platform == "cpu" else 64) * 2**20
-    seconds, wrong = reduce_over(devices, size)
+    seconds, wrong = _reduce_over(devices, size)
     if wrong is not None:
         raise ValueError(f"{wrong} where {count * (count + 1) // 2} is right")
     # Bus bandwidth, as nccl-tests count it: what each device sends and receives.
@@ -238,7 +237,7 @@ def _fastest(run: Callable[[], jax.Array]) -> float:
     return max(min(times), 1e-9)
 
 
-def reduce_over(devices: list[jax.Device], size: int) -> tuple[float, float | None]:
+def _reduce_over(devices: list[jax.Device], size: int) -> tuple[float, float | None]:
     """Seconds of an all-reduce of `size` bytes from each device, and a wrong number that came out;
     None: all are right."""
     count = len(devices)

@@ -21,7 +21,7 @@ class DoctorOptions:
     """Where the page goes.
     Example: `tunix-lite doctor RUN doctor.report=RUN` is DoctorOptions(report="RUN")."""
 
-    # Folder for report.html of one run, such as its own. null writes none.
+    # conf/command/doctor.yaml explains each setting
     report: str | None = None
 
     def __post_init__(self):
@@ -33,7 +33,7 @@ class Doctor:
     """Which runs are looked at.
     Example: `tunix-lite doctor outputs/latest` is Doctor(folders=("outputs/latest",))."""
 
-    # Run folders, or one sweep folder. `tunix-lite doctor FOLDER [FOLDER ...]` is the short form.
+    # conf/command/doctor.yaml explains each setting
     folders: tuple[str, ...] = ()
     doctor: DoctorOptions = DoctorOptions()
 

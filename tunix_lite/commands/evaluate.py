@@ -56,24 +56,15 @@ from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
     """Settings of an evaluation: examples, samples, and the model to compare with.
-    Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
-    """
+    Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64."""
 
-    # Held-out examples of the task. null uses all.
+    # conf/command/evaluate.yaml explains each setting
     num_examples: int | None = None
-    # Samples of each example besides the greedy completion, for avg@k, pass@k and maj@k. 0 draws
-    # none.
     num_samples: int = 0
-    # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 1.0
-    # Model to compare with: a run folder, a weights folder or a hub name. null compares with none.
     against: str | None = None
-    # Step of the checkpoint to use from the run in `against`, or best. null uses the newest.
     against_step: int | str | None = None
-    # Example field that ROUGE and exact_match compare completions with. null compares with
-    # demonstrations in algorithm=sft.
     reference: str | None = None
-    # Level of the confidence intervals, between 0 and 1.
     level: float = 0.95
 
     def __post_init__(self):
@@ -96,10 +87,9 @@ class EvaluateTaskConfig:
 class EvaluateConfig(WhichWeights):
     """Settings of the command: the model, its evaluation, and the folder of the results."""
 
+    # conf/command/evaluate.yaml explains each setting
     evaluate: EvaluateTaskConfig = field(default_factory=EvaluateTaskConfig)
-    # Folder for the results. null uses evaluation/ in the run folder, or a folder under outputs/.
     out: str | None = None
-    # true replaces earlier results in the output folder.
     overwrite: bool = False
 
 

@@ -14,17 +14,11 @@ from tunix_lite.settings.config import RunConfig
 class ExportConfig(WhichWeights):
     """Settings of the command: the tensors to write, and their folder."""
 
-    # Folder to write. null uses export/<kind> in the run folder.
+    # conf/command/export.yaml explains each setting
     out: str | None = None
-    # What is written: full, merged (adapters added to the base), adapter (PEFT), gguf (one file for
-    # llama.cpp) or gguf_adapter (its adapters). auto picks full or adapter.
     kind: str = "auto"
-    # Type of the tensors: bf16, fp16 or fp32. null keeps the original types, or bf16 for random
-    # weights.
     dtype: str | None = None
-    # Type of the matrices of kind=gguf: f32, f16, bf16 or q8_0. null is bf16.
     type: str | None = None
-    # true replaces a folder that an earlier export wrote.
     overwrite: bool = False
 
     def __post_init__(self):

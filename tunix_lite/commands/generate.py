@@ -22,20 +22,13 @@ from tunix_lite.tracking.progress import SHORT_SECONDS, Progress, StandardError,
 class GenerateConfig(WhichWeights):
     """The prompts, and where to write the completions."""
 
-    # One prompt. Its completion is printed token by token.
+    # conf/command/generate.yaml explains each setting
     prompt: str | None = None
-    # File of prompts: .jsonl with `prompt` or `messages` in each line, or text with one prompt a
-    # line.
     prompts: str | None = None
-    # Text of the system message, where neither is given and every line that you type is a message.
     system: str | None = None
-    # Completions sampled for each prompt. A single one is the likeliest.
     num_generations: int = 1
-    # Sequences sampled together. It changes memory and speed, not the completions.
     batch_size: int = 64
-    # File .jsonl for the completions. null prints them.
     out: str | None = None
-    # true replaces the file in `out`.
     overwrite: bool = False
 
     def __post_init__(self):

@@ -46,18 +46,12 @@ _NO_MATTER = (
 class PlanConfig:
     """For which devices to plan, and how closely to look."""
 
-    # Devices to plan for, here or not, such as h100x8 or v5e-16. attached: those of this machine.
+    # conf/command/plan.yaml explains each setting
     target: str = "attached"
-    # Meshes to plan: run (model.mesh_shape), or all, which ranks every fsdp x tp that divides model
-    # and batch.
     mesh: str = "run"
-    # true estimates by formulas within seconds. false compiles the program for the devices.
     analytic: bool = False
-    # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
-    # Folder of a run with the same settings: with its lengths, and predicted against measured.
     verify: str | None = None
-    # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):

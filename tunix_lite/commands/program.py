@@ -151,12 +151,11 @@ def run_command(
     takes_run: bool = True,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with the settings of its command
-    line. Errors end the process with a message and an exit code.
-
-    name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its settings.
-    With checkpoint=FOLDER the settings of `model` are those of that run. positional: the setting
-    that a first word is short for: one without `=`, or a folder that is there; is_list: all such
-    words. takes_run: False for `action(settings)`."""
+    line. Errors end the process with a message and an exit code. name: the command, with defaults
+    in conf/command/NAME.yaml. kind: the dataclass of its settings. With checkpoint=FOLDER the
+    settings of `model` are those of that run. positional: the setting that a first word is short
+    for: one without `=`, or a folder that is there; is_list: all such words. takes_run: False for
+    `action(settings)`."""
     keep_freed_memory()
     foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.

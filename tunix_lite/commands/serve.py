@@ -30,29 +30,18 @@ from tunix_lite.trainer.trainer import Trainer
 class ServeConfig(WhichWeights):
     """Where the server listens, and what it lets clients do."""
 
-    # Protocol: openai samples from a model, tinker also trains adapters on it for its clients.
+    # conf/command/serve.yaml explains each setting
     api: str = "openai"
-    # Address to listen on. 127.0.0.1 answers this machine only, 0.0.0.0 every network.
     host: str = "127.0.0.1"
-    # Port to listen on. 0 takes a free one.
     port: int = 8000
-    # Name of the model for clients. null takes that of the checkpoint's folder or of the model.
     served_name: str | None = None
-    # Environment variable that holds the API key. null asks clients for none.
     api_key_variable: str | None = None
-    # Sequences that may wait for a slot; of tinker, requests of one session. One more gets 429.
     max_waiting: int = 256
-    # Bytes of a request, at most.
     max_body: int = 1048576
-    # Seconds that a request may take, waiting included.
     request_seconds: float = 600.0
-    # Seconds that requests under way may take after SIGTERM or Ctrl-C.
     stop_seconds: float = 30.0
-    # Print a line for each request. Questions for health, numbers and results have none.
     log_requests: bool = True
-    # Of tinker: folder for models, checkpoints and requests. The next server on it goes on.
     state_folder: str = "outputs/tinker"
-    # Of tinker: models, and samplers, that stay on the devices. Others wait in the folder.
     max_models: int = 16
 
     def __post_init__(self):

@@ -15,15 +15,11 @@ from tunix_lite.tasks.sources import spread
 class TokenizerConfig:
     """Settings of the command: the kind and the size of the tokenizer, and its folder."""
 
-    # Folder to write. model.tokenizer takes it.
+    # conf/command/tokenizer.yaml explains each setting
     out: str | None = None
-    # What is trained: bpe or unigram. Both read bytes.
     kind: str = "bpe"
-    # Tokens, special ones included. Of few texts there are fewer.
     vocab_size: int = 8192
-    # Training examples to learn from, evenly spread. null takes all.
     num_examples: int | None = 100_000
-    # true replaces the tokenizer in the folder.
     overwrite: bool = False
 
     def __post_init__(self):

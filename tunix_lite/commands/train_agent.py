@@ -22,15 +22,13 @@ def train_agent(
     config: AgentConfig | None = None,
     reward: Callable[[str, dict], float] | None = None,
 ) -> TrainState:
-    """Trains an agent as run_training.py trains on prompts; returns the last state.
-
-    agent: (client, example) -> the reward; or a text, which `reward` grades (None: the rewards of
-    the task). settings: as on the command line of run_training.py, or one RunConfig. folder:
-    checkpoints, metrics.jsonl, samples and all else of a run; a second call with the same folder
-    goes on where the first stopped. config: how the agent is run. Raises ConfigError for settings
-    that agents do not follow, RunFailed where an agent fails and on_error=raise, and what `train`
-    raises. Example: train_agent(agent, "task=arithmetic", "training.max_steps=40",
-    folder="outputs/mine")."""
+    """Trains an agent as run_training.py trains on prompts; returns the last state. agent: (client,
+    example) -> the reward; or a text, which `reward` grades (None: the rewards of the task).
+    settings: as on the command line of run_training.py, or one RunConfig. folder: checkpoints,
+    metrics.jsonl, samples and all else of a run; a second call with the same folder goes on where
+    the first stopped. config: how the agent is run. Raises ConfigError for settings that agents do
+    not follow, RunFailed where an agent fails and on_error=raise, and what `train` raises.
+    Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/my")."""
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     # who called a function cannot type a setting of the command line

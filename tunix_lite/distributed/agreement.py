@@ -43,9 +43,7 @@ _VARIABLE = "variable "
 @dataclass(frozen=True)
 class ProcessInfo:
     """What a process reports about itself when the processes of a run meet.
-
-    Example: `ProcessInfo({"package jax": "0.10.2", "seed": "0"}, "outputs/run", "node-1")`.
-    """
+    Example: `ProcessInfo({"package jax": "0.10.2", "seed": "0"}, "outputs/run", "node-1")`."""
 
     # name -> value; all processes that have a name must have the same value
     values: dict[str, str]
@@ -57,9 +55,7 @@ class ProcessInfo:
 @dataclass(frozen=True)
 class Agreement:
     """What all processes know after they have met.
-
-    Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines.
-    """
+    Example: `Agreement(["node-1", "node-2"], "outputs/run")`, two processes on two machines."""
 
     hosts: list[str]  # the name of each process's machine, in the order of process ids
     folder: str | None  # the folder of the run, as process 0 chose it
@@ -79,19 +75,19 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
     values["accelerator"] = accelerator()
-    values |= compiler_variables(os.environ)
-    values |= flatten_settings(settings)
+    values |= _compiler_variables(os.environ)
+    values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
 
 
-def flatten_settings(value: object, name: str = "") -> dict[str, str]:
+def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
     """Nested settings as texts by dotted names; of an absolute path the last part: `/data/gemma` is
     `gemma`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
         for part, item in value.items():
-            flat |= flatten_settings(item, f"{prefix}{part}")
+            flat |= _flatten_settings(item, f"{prefix}{part}")
         return flat
     # The one setting in which processes must differ.
     if name == "launch.process_id":
@@ -146,7 +142,7 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
         yield from _named(item, f"{name}.{part}" if name else str(part))
 
 
-def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of jax and XLA that may change compiled programs, each flag by
     itself."""
     variables = {}
@@ -159,7 +155,7 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
             if not _OWN_FLAGS.match(flag):
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
     # Paths among them may differ between hosts, as those of settings may.
-    return flatten_settings(variables)
+    return _flatten_settings(variables)
 
 
 def accelerator() -> str:
@@ -191,11 +187,8 @@ def installed_version(package: str) -> str | None:
 
 
 def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str | None:
-    """Says which processes differ from the majority, and in what. None if all agree.
-
-    reports: process id -> (name of the process, its values); who lacks a value is not compared in
-    it.
-    """
+    """Says which processes differ from the majority, and in what. None if all agree. reports:
+    process id -> (name of the process, its values); who lacks a value is not compared in it."""
     differences = []
     keys = dict.fromkeys(key for _, values in reports.values() for key in values)
     for key in keys:

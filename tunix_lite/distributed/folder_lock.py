@@ -42,7 +42,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                before = lock_owner(folder)
+                before = _lock_owner(folder)
                 break
             except BlockingIOError:
                 pass
@@ -52,7 +52,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
                     break
                 raise
             if other is None:
-                other = (lock_owner(folder) or "another process").partition(",")[0]
+                other = (_lock_owner(folder) or "another process").partition(",")[0]
                 text = f"waiting for {folder}, which is in use by {other}"
                 print(text, file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             try:
                 before = until_done.enter_context(lock_folder(folder, timeout))
                 if address_of(folder) is not None:
-                    owner = str(lock_owner(folder))
+                    owner = str(_lock_owner(folder))
                     until_done.enter_context(hold_bucket(folder, owner, before, timeout))
             # It is raised below, on all processes: alone, this one would leave the others waiting.
             except ValueError as problem:
@@ -90,7 +90,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         join.agree({}, error)
 
         # The lock file that process 0 wrote must be visible at this path on every host.
-        reports = allgather_values([str(folder.absolute()), lock_owner(folder)])
+        reports = allgather_values([str(folder.absolute()), _lock_owner(folder)])
         first_folder, owner = reports[0]
         error = (
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
@@ -101,16 +101,16 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
                 f"hydra.run.dir={address_of(folder)}: processes on several machines can write to "
                 "gs:// by its address; mount another bucket as a folder that all machines see"
             )
-        if writes_directly(folder) and lock_owner(folder) != owner:
+        if writes_directly(folder) and _lock_owner(folder) != owner:
             # A place on another machine has what the bucket has, and a log of its own.
             error = _problem_of_bringing(folder)
             until_done.callback(lambda: [send(log) for log in folder.glob("train.p*.log")])
         else:
             # On a network disk it may take some seconds.
             deadline = time.monotonic() + 10
-            while lock_owner(folder) != owner and time.monotonic() < deadline:
+            while _lock_owner(folder) != owner and time.monotonic() < deadline:
                 time.sleep(POLL)
-            error = None if lock_owner(folder) == owner else error
+            error = None if _lock_owner(folder) == owner else error
         join.agree({}, error)
         yield
 
@@ -132,7 +132,7 @@ def _problem_of_bringing(folder: Path) -> str | None:
     return None
 
 
-def lock_owner(folder: Path) -> str | None:
+def _lock_owner(folder: Path) -> str | None:
     """The text in the lock file, which no two locks share; None if there is none."""
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()

@@ -9,42 +9,42 @@ import sys
 from pathlib import Path
 
 # The names of glibc's settings, with the numbers from mallopt(3).
-M_TRIM_THRESHOLD = -1
-M_TOP_PAD = -2
-M_MMAP_MAX = -4
-M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 # of madvise(2)
-MADV_HUGEPAGE = 14
-HUGE_PAGE = 2 << 20
-HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+_HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # Addresses that are reserved for the heap, at most. A step on a CPU that needs more is rare.
-MOST_RESERVED = 64 << 30
+_MOST_RESERVED = 64 << 30
 
 # Bytes that a process may have beside what it uses of the heap, between the phases of a step.
-MOST_UNUSED = 640 << 20
+_MOST_UNUSED = 640 << 20
 
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
 # The variable that says so to jax: today's name, and the one that all versions read.
-FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # Without it XLA adds up gradients of an embedding in any order, and a run that was killed does not
 # go on with the same bits: 2e-6 of a weight in two steps (docs/log.md, 2026-11-26).
-SAME_BITS = "--xla_gpu_exclude_nondeterministic_ops=true"
+_SAME_BITS = "--xla_gpu_exclude_nondeterministic_ops=true"
 
 
 def prepare_gpu() -> None:
     """Lets jax take GPU_SHARE of each GPU's memory instead of 75 %, and makes XLA use kernels for
     NVIDIA GPUs that give the same bits every time. What the user has set stays."""
-    if not any(name in os.environ for name in FRACTION):
-        os.environ[FRACTION[1]] = str(GPU_SHARE)
+    if not any(name in os.environ for name in _FRACTION):
+        os.environ[_FRACTION[1]] = str(GPU_SHARE)
     # Other compilers may not know the flag.
     has_gpu = any(
         importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
     )
     flags = os.environ.get("XLA_FLAGS", "")
     if has_gpu and "deterministic_ops" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {SAME_BITS}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {_SAME_BITS}".strip()
 
 
 def keep_freed_memory() -> bool:
@@ -59,20 +59,20 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = (
-        (M_ARENA_MAX, 1),
-        (M_MMAP_MAX, 0),
-        (M_TRIM_THRESHOLD, -1),
-        (M_TOP_PAD, 64 << 20),
+        (_M_ARENA_MAX, 1),
+        (_M_MMAP_MAX, 0),
+        (_M_TRIM_THRESHOLD, -1),
+        (_M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if not is_set or not can_reserve_addresses():
+    if not is_set or not _can_reserve_addresses():
         return is_set
 
     # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
     # blocks from them. Linux gives memory when an address is first written. calloc writes all that
     # it gives from here, so a large array of zeros takes its memory at once.
     of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size = min(of_machine // 2, MOST_RESERVED)
+    size = min(of_machine // 2, _MOST_RESERVED)
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
@@ -80,10 +80,10 @@ def keep_freed_memory() -> bool:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     block = libc.malloc(size)
     if block:
-        first = -(-block // HUGE_PAGE) * HUGE_PAGE
-        length = (block + size - first) // HUGE_PAGE * HUGE_PAGE
+        first = -(-block // _HUGE_PAGE) * _HUGE_PAGE
+        length = (block + size - first) // _HUGE_PAGE * _HUGE_PAGE
         if length > 0:
-            libc.madvise(first, length, MADV_HUGEPAGE)
+            libc.madvise(first, length, _MADV_HUGEPAGE)
         libc.free(block)
     return is_set
 
@@ -96,7 +96,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def give_back_freed_memory() -> bool:
-    """Gives Linux the memory that was freed, if glibc keeps more than MOST_UNUSED of it. Returns
+    """Gives Linux the memory that was freed, if glibc keeps more than _MOST_UNUSED of it. Returns
     whether it did. Call it between the phases of a step."""
     libc = ctypes.CDLL(None)
     mallinfo2 = getattr(libc, "mallinfo2", None)
@@ -107,7 +107,7 @@ def give_back_freed_memory() -> bool:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     report = mallinfo2()
     unused = pages * os.sysconf("SC_PAGE_SIZE") - report.number_8 - report.number_5
-    if unused <= MOST_UNUSED:
+    if unused <= _MOST_UNUSED:
         return False
     # A small array in the place of a large block would keep the next call from taking it again.
     # This gives back the reserved addresses, too. Reserved again, they made the peak of the next
@@ -116,10 +116,10 @@ def give_back_freed_memory() -> bool:
     return True
 
 
-def can_reserve_addresses() -> bool:
+def _can_reserve_addresses() -> bool:
     """Whether reserved addresses cost nothing in this process, and huge pages have 2 MiB."""
     try:
-        huge_page = int(HUGE_PAGE_FILE.read_text())
+        huge_page = int(_HUGE_PAGE_FILE.read_text())
         counts_addresses = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
         of_glibc = ctypes.CDLL("libc.so.6").malloc
     except (OSError, ValueError, AttributeError):
@@ -136,4 +136,4 @@ def can_reserve_addresses() -> bool:
         ctypes.cast(f, ctypes.c_void_p).value for f in (ctypes.CDLL(None).malloc, of_glibc)
     )
     is_free = not counts_addresses and set(limits) == {resource.RLIM_INFINITY}
-    return huge_page == HUGE_PAGE and is_free and not is_filled and used == own
+    return huge_page == _HUGE_PAGE and is_free and not is_filled and used == own

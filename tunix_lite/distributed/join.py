@@ -45,7 +45,7 @@ STARTED = "TUNIX_LITE_STARTED"
 # The variable with the number of times that our launcher has restarted this process; and the same
 # of torchrun and Slurm.
 RESTARTS = "TUNIX_LITE_RESTARTS"
-RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 # The place of this process, and what all agreed on; None: it has joined no run yet.
 _joined: tuple[ProcessPlace, Agreement] | None = None
@@ -55,12 +55,9 @@ def initialise(
     launch: LaunchConfig, environ: Mapping[str, str], about: ProcessInfo
 ) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run: they meet, agree, and start jax.distributed; further calls
-    return the same.
-
-    environ: usually `os.environ`. about: of `agreement.process_info`. Raises NotMet if a process
-    does not come in time, ValueError if they cannot be one run: on all of them, with the same
-    message.
-    """
+    return the same. environ: usually `os.environ`. about: of `agreement.process_info`. Raises
+    NotMet if a process does not come in time, ValueError if they cannot be one run: on all of them,
+    with the same message."""
     global _joined
     if _joined is not None:
         return _joined
@@ -295,7 +292,7 @@ def exit_when_a_peer_is_lost() -> Iterator[None]:
 
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher (ours, torchrun or Slurm) restarted this process after a failure."""
-    return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+    return any(environ.get(name, "0") not in ("", "0") for name in _RESTART_COUNTS)
 
 
 def _sum_over_all_devices() -> None:

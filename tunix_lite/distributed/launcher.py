@@ -41,7 +41,7 @@ _LAST_LINES = 20
 _LAST_BYTES = 1 << 16
 # The exit codes of wrong settings, which a restart would not help; after a stall, the one of
 # timeout(1); and after Ctrl-C, 128 + SIGINT.
-WRONG_SETTINGS = 2
+_WRONG_SETTINGS = 2
 _STALLED = 124
 _INTERRUPTED = 130
 # Signals that are sent on to the processes, and exit codes of a process that one of them ended at
@@ -88,8 +88,14 @@ def main(arguments: list[str] | None = None) -> None:
     elif "${now" in (folder or ""):
         # Each start would make a folder of its own, without the checkpoint of the last one.
         no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
+    # Each process runs a file, one of COMMANDS, or else `tunix-lite train`.
+    first = program[0] if program else ""
+    if not first.endswith(".py"):
+        train = [] if first in COMMANDS else ["train"]
+        program = ["-m", "tunix_lite", *train, *program]
     try:
-        code = _supervise(process_command(program), group.environments, logs, no_restart)
+        command = [sys.executable, *program]
+        code = _supervise(command, group.environments, logs, no_restart)
     # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
@@ -139,21 +145,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def process_command(program: list[str]) -> list[str]:
-    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
-    first = program[0] if program else ""
-    if first.endswith(".py"):
-        return [sys.executable, *program]
-    train = [] if first in COMMANDS else ["train"]
-    return [sys.executable, "-m", "tunix_lite", *train, *program]
-
-
 @dataclass(frozen=True)
-class LocalProcesses:
+class _LocalProcesses:
     """The processes that this launcher starts, among all of the run.
-
-    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines.
-    """
+    Example: `_LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, on the second of two machines."""
 
     # how many are started here, how many the whole run has, and the id of the first one here
     nprocs: int
@@ -183,7 +178,7 @@ class LocalProcesses:
         ]
 
 
-def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
+def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
     """The processes to start here, by --nprocs and by the variables that name other machines.
     Raises ValueError."""
     if nprocs < 1:
@@ -192,7 +187,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     world = environ.get("WORLD_SIZE", "").strip()
     if world == str(nprocs) and not environ.get("RANK", "0").strip(" 0"):
         address = environ.get("MASTER_ADDR", "127.0.0.1")
-        return LocalProcesses(nprocs, nprocs, 0, address, port)
+        return _LocalProcesses(nprocs, nprocs, 0, address, port)
 
     of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
     place = find_place(LaunchConfig(), of_torchrun if world else environ)
@@ -206,7 +201,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "node of process 0; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
             )
         if place.coordinator is None:
-            return LocalProcesses(nprocs, nprocs, port=port)
+            return _LocalProcesses(nprocs, nprocs, port=port)
         first *= nprocs
         count *= nprocs
     if first + nprocs > count or place.coordinator is None:
@@ -216,7 +211,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
             "process on this machine, and WORLD_SIZE counts the processes of all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
-    return LocalProcesses(nprocs, count, first, host, port)
+    return _LocalProcesses(nprocs, count, first, host, port)
 
 
 # ---- a run, from its first attempt to its end
@@ -237,10 +232,8 @@ def _supervise(
     no_restart: str = "",
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
-
     environments: called for each attempt. logs: the folder for the output. no_restart: why the run
-    cannot be started again; "": it can. Raises OSError if a process cannot be started.
-    """
+    cannot be started again; "": it can. Raises OSError if a process cannot be started."""
     # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     signals: list[int] = []
@@ -269,7 +262,7 @@ def _supervise(
             # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
             if failure is not None and failure.text:
                 _say(failure.text)
-            if failure is None or signals or failure.code == WRONG_SETTINGS:
+            if failure is None or signals or failure.code == _WRONG_SETTINGS:
                 break
             most = attempt.settings()["max_restarts"]
             if most and no_restart:
@@ -283,7 +276,7 @@ def _supervise(
         return _INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
     unused = {".hydra", LOCK, logs.name}
     has_begun = {path.name for path in logs.parent.iterdir()} - unused
-    if failure.code == WRONG_SETTINGS and not has_begun:
+    if failure.code == _WRONG_SETTINGS and not has_begun:
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
             # rmdir fails where something else is in the folder.
@@ -434,8 +427,8 @@ def _blamed(failed: list["Process"]) -> _Failure | None:
     )
     code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
-    if culprit.index == 0 and code == WRONG_SETTINGS:
-        return _Failure("", WRONG_SETTINGS)
+    if culprit.index == 0 and code == _WRONG_SETTINGS:
+        return _Failure("", _WRONG_SETTINGS)
     how = f"ended with exit code {code}"
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"

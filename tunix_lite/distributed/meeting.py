@@ -36,7 +36,7 @@ _ACCEPT_SECONDS = 0.05
 # (process id, number of processes, what the process is)
 Report = tuple[int, int, ProcessInfo]
 # What a message of a stranger raises when it is read. ValueError: it is no JSON, or no text.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class NotMet(ValueError):
@@ -72,11 +72,9 @@ def meet(
     say: Callable[[str], None] | None = None,
 ) -> Agreement:
     """Lets all processes of a run meet: each reports to process 0, which compares them and answers.
-
     place: of this process. own: what it reports. timeout: seconds. say: prints a line; None:
     standard error. Raises, on all processes, NotMet if one is missing or the port is taken, and
-    ValueError if their reports differ.
-    """
+    ValueError if their reports differ."""
     waiting = _Waiting(timeout, say or (lambda line: print(line, file=sys.stderr, flush=True)))
     host, _, port = place.coordinator.rpartition(":")
     host = host.strip("[]")
@@ -194,7 +192,7 @@ def _hear(
     """Reads the report of a connection, of which only types are checked; None: of a stranger, who
     is hung up on."""
     report = None
-    with contextlib.suppress(*UNREADABLE):
+    with contextlib.suppress(*_UNREADABLE):
         connection.settimeout(_MESSAGE_SECONDS)
         with connection.makefile("rb") as lines:
             # A stranger may send without end.
@@ -260,7 +258,7 @@ def _report(
             agreed = Agreement(answer["hosts"], answer["folder"])
             error = answer["error"]
             kind = NotMet if answer["absent"] else ValueError
-        except UNREADABLE as problem:
+        except _UNREADABLE as problem:
             answer = None
             if waiting.left > 0:
                 time.sleep(min(0.3, waiting.left))

@@ -13,23 +13,15 @@ ASK_JAX = "auto"
 class LaunchConfig:
     """How the processes of a run find each other, and what their launcher watches."""
 
-    # host:port of process 0. null reads the variables of torchrun or Slurm. auto asks jax.
+    # conf/launch/default.yaml explains each setting
     coordinator: str | None = None
-    # Processes of the whole run. Used with launch.coordinator.
     num_processes: int | None = None
-    # Number of this process, from 0. Used with launch.coordinator.
     process_id: int | None = None
-    # Seconds that processes wait for each other at the start.
     timeout: int = 300
-    # Seconds without a sign of life after which jax treats a process as lost.
     heartbeat_timeout: int = 100
-    # Number of devices that the whole run must have to start. null accepts any number.
     expect_devices: int | None = None
-    # true allows tp between machines, whose network is much slower than links inside one.
     tp_across_nodes: bool = False
-    # The launcher stops a run that makes no step for this many seconds. 0 never stops it.
     stall_timeout: int = 1800
-    # How often the launcher restarts a failed run from its newest checkpoint. 0 never restarts it.
     max_restarts: int = 0
 
     def __post_init__(self):
@@ -43,9 +35,7 @@ class LaunchConfig:
 @dataclass(frozen=True)
 class ProcessPlace:
     """The place of a process among those of its run.
-
-    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4)`, on the second of two machines.
-    """
+    Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4)`, on the second of two machines."""
 
     # the id of this process, from 0, and how many the run has
     process_id: int = 0

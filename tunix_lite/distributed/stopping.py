@@ -19,9 +19,9 @@ from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Signals that a scheduler or a closed terminal sends, sometimes both.
-OF_MACHINES = ("SIGTERM", "SIGHUP")
+_OF_MACHINES = ("SIGTERM", "SIGHUP")
 # Seconds in which a second signal may be the first one, sent once more.
-ECHO = 2.0
+_ECHO = 2.0
 # What a signal cannot interrupt.
 UPDATE = "update"
 COMPILATION = "compilation"
@@ -151,9 +151,9 @@ class Stopping:
             return
         # The same may be sent once more: by a scheduler to every process of a job, or by the
         # launcher. Two Ctrl-C without a launcher come from a person.
-        from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
-        is_same = name == first or (name in OF_MACHINES and first in OF_MACHINES)
-        if not (from_a_machine and is_same and time.monotonic() < self._signal_time + ECHO):
+        from_a_machine = name in _OF_MACHINES or HEARTBEAT in os.environ
+        is_same = name == first or (name in _OF_MACHINES and first in _OF_MACHINES)
+        if not (from_a_machine and is_same and time.monotonic() < self._signal_time + _ECHO):
             raise KeyboardInterrupt
 
     def _promise(self, name: str) -> str:

@@ -22,7 +22,7 @@ OPERATORS = {
 }
 # characters of an expression, and bits of a number in it
 LONGEST = 500
-MOST_BITS = 4096
+_MOST_BITS = 4096
 
 
 def calculator(expression: str) -> str:
@@ -56,7 +56,7 @@ def _value(node: ast.AST) -> int | float:
         right = _value(node.right)
         # 9**9**9 would fill the memory before anybody could stop it
         is_large = isinstance(left, int) and isinstance(right, int) and kind is operator.pow
-        if is_large and left.bit_length() * abs(right) > MOST_BITS:
+        if is_large and left.bit_length() * abs(right) > _MOST_BITS:
             raise ValueError("the number is too large")
         return _checked(kind(left, right))
     raise ValueError("an expression has numbers, + - * / // % ** and brackets alone")
@@ -65,7 +65,7 @@ def _value(node: ast.AST) -> int | float:
 def _checked(value: int | float | complex) -> int | float:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError("the value is no finite real number")
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("the number is too large")
     return value
 

@@ -20,9 +20,9 @@ from tunix_lite.workers.child import KEPT, short_repr
 # own text.
 ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
 # keys of a message beside its role and content
-MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+_MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 # characters of a name in info, which becomes the name of a metric; longer names are cut
-MOST_NAME = 100
+_MOST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def read_turn(value: object) -> Turn:
 
     # The flags and finite numbers of `info`; environments keep many other things there.
     items = info.items() if isinstance(info, Mapping) else ()
-    plain = {escaped(str(name), MOST_NAME): _plain(item) for name, item in items}
+    plain = {escaped(str(name), _MOST_NAME): _plain(item) for name, item in items}
     flags = {
         name: item
         for name, item in plain.items()
@@ -159,7 +159,7 @@ def _read_observation(value: object, where: str) -> str | list[dict]:
         is_message = (
             isinstance(message, Mapping)
             and message.get("role") in ROLES
-            and {"content"} <= set(message) <= set(MESSAGE_KEYS)
+            and {"content"} <= set(message) <= set(_MESSAGE_KEYS)
             and all(isinstance(item, str) for item in message.values())
         )
         if not is_message:

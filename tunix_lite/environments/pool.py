@@ -24,7 +24,7 @@ from tunix_lite.workers.child import NotANumber, short_repr
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 # times that one call is made again because its process was lost by other conversations
-MOST_REPLAYS = 100
+_MOST_REPLAYS = 100
 NAME = "environment"
 
 
@@ -186,8 +186,8 @@ class _Call:
             elif answer is None:
                 # the process is a new one: the conversation begins there again
                 self.replays += 1
-                if self.replays > MOST_REPLAYS:
-                    self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
+                if self.replays > _MOST_REPLAYS:
+                    self._fail("crash", f"was lost with its process {_MOST_REPLAYS} times", at)
                 else:
                     self.submit(0)
             elif at == len(self.completions):

@@ -16,23 +16,23 @@ from typing import Any
 from tunix_lite.workers.child import short_repr
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-FENCE = re.compile(
+_FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FENCE = re.compile(
     r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL
 )
 PYTHON_TAG = "<|python_tag|>"
 # Gemma 4: a call, what is in it, what stands around a text, and what is no JSON beside texts.
 GEMMA4_TAG = "<|tool_call>"
 GEMMA4 = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
-GEMMA4_CALL = re.compile(r"call:([\w.-]+)\s*(\{.*\})", re.DOTALL)
-GEMMA4_QUOTE = '<|"|>'
-BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\]:,\"]+)(?=\s*:)")
-BARE_NONE = re.compile(r"([:,\[]\s*)None\b")
+_GEMMA4_CALL = re.compile(r"call:([\w.-]+)\s*(\{.*\})", re.DOTALL)
+_GEMMA4_QUOTE = '<|"|>'
+_BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\]:,\"]+)(?=\s*:)")
+_BARE_NONE = re.compile(r"([:,\[]\s*)None\b")
 ARGUMENTS = ("arguments", "parameters", "args")
 # characters of a completion that are read as code, so that no nesting is too deep for the parser
 LONGEST = 16 * 1024
 # a line that only works something out: 12 + 3 = 15
-EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
+_EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ def calls_in(completion: str) -> list[ToolCall]:
     """All calls of a completion, in their order; [] if it has none."""
     if bodies := HERMES.findall(completion):
         return [call for text in bodies for call in _of_json(text, is_call=True)]
-    if named := FUNCTION.findall(completion):
+    if named := _FUNCTION.findall(completion):
         return [_with_arguments(name, text) for name, text in named]
     if bodies := GEMMA4.findall(completion):
         return [_of_gemma4(text) for text in bodies]
     text = completion.strip()
     calls = []
-    for kind, body in FENCE.findall(text):
+    for kind, body in _FENCE.findall(text):
         # a block of JSON or Python may be part of an answer
         in_json = _of_json(body, is_call=kind == "tool_call")
         calls += in_json or (_of_python(body) if kind == "tool_code" else [])
@@ -70,7 +70,7 @@ def expression_in(completion: str) -> list[ToolCall]:
     "12 + 3 =" or "12 + 3 = 16". For models that know no other form."""
     lines = [line.strip() for line in completion[-LONGEST:].splitlines() if line.strip()]
     expression = lines[-1].partition("=")[0].strip() if lines else ""
-    if len(expression) > 200 or not EXPRESSION.fullmatch(expression):
+    if len(expression) > 200 or not _EXPRESSION.fullmatch(expression):
         return []
     return [ToolCall("calculator", {"expression": expression})]
 
@@ -124,14 +124,14 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
 
 def _of_gemma4(text: str) -> ToolCall:
     """A call as Gemma 4 writes it: JSON with bare keys, and texts that nothing is escaped in."""
-    call = GEMMA4_CALL.fullmatch(text.strip())
+    call = _GEMMA4_CALL.fullmatch(text.strip())
     if call is None or len(text) > LONGEST:
         problem = f"a call is call:name{{argument:value}}; this is {short_repr(text)}"
         return ToolCall("", problem=problem)
     name, arguments = call.groups()
-    parts = arguments.split(GEMMA4_QUOTE)
+    parts = arguments.split(_GEMMA4_QUOTE)
     # Every second part is a text.
-    parts[0::2] = [BARE_NONE.sub(r"\1null", BARE_KEY.sub(r'\1"\2"', x)) for x in parts[0::2]]
+    parts[0::2] = [_BARE_NONE.sub(r"\1null", _BARE_KEY.sub(r'\1"\2"', x)) for x in parts[0::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
     return _with_arguments(name, "".join(parts))
 

@@ -26,7 +26,7 @@ PLAIN: dict[type, str] = {
 }
 NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # `name: what it is`, as docstrings have it under `Args:`
-ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
+_ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
 
 
 @dataclass
@@ -153,7 +153,7 @@ def schema_of(tool: Callable[..., object]) -> dict:
     # method that calls it.
     documented = plain if inspect.isroutine(plain) else type(plain).__call__
     first, _, rest = (inspect.getdoc(documented) or "").partition("\n\n")
-    matches = [ARGUMENT.fullmatch(line) for line in rest.splitlines()]
+    matches = [_ARGUMENT.fullmatch(line) for line in rest.splitlines()]
     described = {match[1]: match[2].strip() for match in matches if match}
     if not first.strip():
         raise ValueError(

@@ -35,7 +35,7 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
 _PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
-TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05, "Q8_0": 0.05}
+_TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05, "Q8_0": 0.05}
 # The files of kind=gguf and kind=gguf_adapter, and the type that null is.
 _GGUF = "weights.gguf"
 _GGUF_ADAPTER = "adapter.gguf"
@@ -47,9 +47,7 @@ _PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end
 @dataclass(frozen=True)
 class Exported:
     """What `export` has written.
-
-    Example: `export(model, "out").serve` is "vllm serve out".
-    """
+    Example: `export(model, "out").serve` is "vllm serve out"."""
 
     folder: Path
     kind: str  # one of KINDS
@@ -132,14 +130,10 @@ def export(
     gguf_type: str | None = None,
 ) -> Exported:
     """Writes the model to the folder `out`, reads it back and compares it. Raises ConfigError,
-    writes nothing.
-
-    kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if there are adapters,
-    else full. dtype: bf16, fp16 or fp32; None: as the original has it. gguf_type: f32, f16, bf16 or
-    q8_0.
-
-    Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
-    """
+    writes nothing. kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if
+    there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it.
+    gguf_type: f32, f16, bf16 or q8_0.
+    Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it."""
     # What can be wrong is found before anything is written.
     out = Path(out).expanduser().resolve()
     source = model.source
@@ -206,7 +200,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
 
     # The coarsest dtype of all tensors stands in config.json, and sets the tolerance.
     dtypes = [stored[name] for name in hf.hf_weights(cfg, family)]
-    coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
+    coarsest = max(dtypes, key=lambda name: _TOLERANCE[name])
     named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
     source = model.source
     # readers end a completion at any of them
@@ -230,7 +224,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     assert family_again is family and families.as_computed(again) == families.as_computed(cfg)
     with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
         read = hf.load_params(folder, cfg, family, on_bytes=on_bytes)
-        return _compare(model, read, TOLERANCE[coarsest])
+        return _compare(model, read, _TOLERANCE[coarsest])
 
 
 def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
@@ -279,7 +273,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
     with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
         params = hf.load_params(file, model.cfg, source.family, on_bytes=on_bytes)
         return _compare(
-            model, params, TOLERANCE[{"f32": "F32", "f16": "F16"}.get(kind, "BF16")]
+            model, params, _TOLERANCE[{"f32": "F32", "f16": "F16"}.get(kind, "BF16")]
         )
 
 

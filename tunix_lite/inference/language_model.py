@@ -52,9 +52,7 @@ Prompt = str | list[dict]
 @dataclass(frozen=True)
 class Completion:
     """One completion of one prompt.
-
-    Example: `model.generate("What is 12 + 7?")[0].text` is "19".
-    """
+    Example: `model.generate("What is 12 + 7?")[0].text` is "19"."""
 
     prompt: int  # the index of the prompt among those given
     # the index of this completion among those of the prompt
@@ -74,9 +72,7 @@ class Completion:
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A loaded model on its mesh.
-
-    Example: `load("outputs/latest", step=40)`.
-    """
+    Example: `load("outputs/latest", step=40)`."""
 
     source: FoundModel  # where it comes from: architecture, tokenizer, family, folder
     # its weights; those of a base hold its adapters
@@ -109,12 +105,10 @@ class LanguageModel:
         on_chunk: Callable[[list[Request], list[Completion]], None] | None = None,
     ) -> list[Completion]:
         """Samples `num_generations` completions of each prompt, in the order of the prompts.
-
         generation: None: the likeliest completion, or several at temperature 0.7. batch_size:
         sequences decoded at a time. max_new_tokens: a limit for all prompts, or one for each.
         on_chunk(requests, ended) is called after each chunk. Raises ValueError if there is no
-        prompt, or one is empty or too long.
-        """
+        prompt, or one is empty or too long."""
         prompts = _as_list(prompts)
         if generation is None:
             generation = GREEDY if num_generations == 1 else LONG
@@ -318,15 +312,11 @@ def load(
     dtype: str = AUTO,
     family: str | None = None,
 ) -> LanguageModel:
-    """Loads a model onto the devices. Raises ConfigError.
-
-    model: "bundled", the folder of a run or a model, a name on the hub, or settings. step: of a
-    run, the checkpoint, or best; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype:
-    of the computation, fp32, bf16 or auto. family: as model.family; one of your own must be named
-    here.
-
-    Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
-    """
+    """Loads a model onto the devices. Raises ConfigError. model: "bundled", the folder of a run or
+    a model, a name on the hub, or settings. step: of a run, the checkpoint, or best; None: the
+    newest. mesh_shape: [[fsdp, tp], ["fsdp", "tp"]]. dtype: of the computation, fp32, bf16 or auto.
+    family: as model.family; one of your own must be named here.
+    Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`."""
     # A run's seed draws its random weights again, where it has some.
     run = None
     seed = 0

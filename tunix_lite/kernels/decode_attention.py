@@ -19,7 +19,7 @@ from tunix_lite.models.kernel_choice import FEWEST
 from tunix_lite.parallel.mesh import spec
 
 # Columns that a program reads at once.
-COLUMNS_AT_ONCE = 64
+_COLUMNS_AT_ONCE = 64
 
 
 def fused_attend(
@@ -34,12 +34,9 @@ def fused_attend(
     v_BKCH: jax.Array,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(attended [B, N, H], the cache's keys and values with the new token in them).
-
-    q, k, v: as projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos,
-    [B, H/2] each. newest_B: the position of the new token. interpret: runs it without a GPU, as
-    tests do.
-    """
+    """(attended [B, N, H], the cache's keys and values with the new token in them). q, k, v: as
+    projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos, [B, H/2]
+    each. newest_B: the position of the new token. interpret: runs it without a GPU, as tests do."""
     mesh = jax.sharding.get_abstract_mesh()
     heads = spec(("batch", "heads", "head_dim"), q_BNH.shape, mesh)
     of_cache = spec(("batch", "kv_heads", "seq", "head_dim"), k_BKCH.shape, mesh)
@@ -126,7 +123,7 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
 
     def add_columns(i: jax.Array, carry: tuple) -> tuple:
         top, total, summed = carry
-        at = i * COLUMNS_AT_ONCE + jnp.arange(COLUMNS_AT_ONCE)
+        at = i * _COLUMNS_AT_ONCE + jnp.arange(_COLUMNS_AT_ONCE)
         # The last block goes beyond the cache; what it reads there is masked below.
         here = jnp.minimum(at, C - 1)
         scores = triton.dot(q[0], k_CH[here, first], trans_b=True, precision=exact)
@@ -143,7 +140,7 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
             summed * rescale[:, None] + values,
         )
 
-    blocks = pl.cdiv(held, COLUMNS_AT_ONCE)
+    blocks = pl.cdiv(held, _COLUMNS_AT_ONCE)
     _, total, summed = jax.lax.fori_loop(0, blocks, add_columns, (top, total, summed))
     out_ref[rows, :] = (summed / total[:, None]).astype(dtype)
 

@@ -21,21 +21,19 @@ from tunix_lite.models.rounding import stored, wide
 from tunix_lite.parallel.mesh import spec
 
 # Rows and columns of a program, at most: their sums lie in registers.
-MOST_OF_A_SIDE = 64
+_MOST_OF_A_SIDE = 64
 AT_ONCE = 64  # numbers that are summed over, at once
-MOST_PARTS = 8
+_MOST_PARTS = 8
 # A kernel has at least so many programs, if it can: half the multiprocessors of an H100. That they
 # read its memory about as fast as all is an assumption, which no GPU has measured.
-FEWEST_PROGRAMS = 66
+_FEWEST_PROGRAMS = 66
 
 
 @dataclass(frozen=True)
-class Tile:
+class _Tile:
     """The part of a product that a program computes: rows and columns, of one of so many parts of
     the sum.
-
-    Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs.
-    """
+    Example: _Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs."""
 
     rows: int
     columns: int
@@ -46,13 +44,12 @@ class Tile:
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
-def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
-    """The largest tile with enough programs: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64,
-    4)."""
+def _tile_of(B: int, S: int, O: int, most_parts: int = 1) -> _Tile:
+    """The largest tile with enough programs: of (64, 1024, 1152, most_parts=8) _Tile(64, 64, 4)."""
     # Triton wants powers of two.
-    rows = max(FEWEST, min(MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
-    tile = Tile(rows, MOST_OF_A_SIDE)
-    while tile.programs(B, O) < FEWEST_PROGRAMS:
+    rows = max(FEWEST, min(_MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
+    tile = _Tile(rows, _MOST_OF_A_SIDE)
+    while tile.programs(B, O) < _FEWEST_PROGRAMS:
         # Parts first: smaller tiles read the weights or the rows more often, parts do not.
         parts = 2 * tile.parts
         if parts <= most_parts and S % (parts * FEWEST) == 0:
@@ -70,9 +67,7 @@ def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
 @dataclass(frozen=True)
 class FusedProducts(Products):
     """The kernels in place of plain products, for one token of each sequence.
-
-    Example: FusedProducts(jnp.float32) as `products` of decoder.forward_by_layer.
-    """
+    Example: FusedProducts(jnp.float32) as `products` of decoder.forward_by_layer."""
 
     interpret: bool = False  # runs the kernels without a GPU, as tests do
 
@@ -133,7 +128,7 @@ class FusedProducts(Products):
             # A sum that is whole is rounded by the kernel.
             dtype = x.dtype if axis is None else jnp.float32
             parts = _product(
-                "decode_product", self.interpret, x_BS, [matrix], dtype, MOST_PARTS
+                "decode_product", self.interpret, x_BS, [matrix], dtype, _MOST_PARTS
             )
             out_BO = parts[0] if len(parts) == 1 else parts.sum(axis=0)
             if axis is not None:
@@ -175,7 +170,7 @@ def _product(
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
-    tile = tile_of(B, S, sum(widths), most_parts)
+    tile = _tile_of(B, S, sum(widths), most_parts)
     # Parts are added up outside, so they stay unrounded until then.
     dtype = dtype if tile.parts == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((tile.parts, B, sum(widths)), dtype)
@@ -209,7 +204,7 @@ def _product(
     return call(*inputs)
 
 
-def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
+def _kernel(tile: _Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
     """A part of the sum of some rows and columns: of one of the weights side by side, or of gate
     and up."""
     *weights, out_PBO = refs

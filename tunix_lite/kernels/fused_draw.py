@@ -21,7 +21,7 @@ from tunix_lite.parallel.mesh import spec
 # Rows that a program takes, at most: with 64 an H100 has registers for two programs on a
 # multiprocessor, of which one reads the head while the other draws.
 MOST_ROWS = 64
-MOST_COLUMNS = 64  # of the head that are multiplied at once
+_MOST_COLUMNS = 64  # of the head that are multiplied at once
 
 
 def fused_draw(
@@ -73,16 +73,13 @@ def fused_draw(
     on_devices = jax.shard_map(
         on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
+    return _best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
 
 
-def best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the best tokens of each row, [B] int32, the last one with NaN; and its
-    log-probability, [B].
-
-    Five arrays [B, P]: the best score of each piece, its token and logit, the maximum of the
-    logits, and the sum of exp(logit - maximum).
-    """
+    log-probability, [B]. Five arrays [B, P]: the best score of each piece, its token and logit, the
+    maximum of the logits, and the sum of exp(logit - maximum)."""
 
     def better(left: tuple, right: tuple) -> tuple:
         is_left = (left[0] > right[0]) | ((left[0] == right[0]) & (left[1] < right[1]))
@@ -110,7 +107,7 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
     here_W = jnp.minimum(at_W, V - 1)
 
     # Logits, summed in float32 as in decoder.logits.
-    columns = int(np.gcd(D, MOST_COLUMNS))
+    columns = int(np.gcd(D, _MOST_COLUMNS))
     # As in decode_attention: tf32 is too coarse.
     exact = jax.lax.Precision.HIGHEST if hidden_BD.dtype == jnp.float32 else None
 
@@ -153,7 +150,7 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
     token_R = jnp.min(jnp.where(is_best_RW, token_1W, last), axis=1)
     is_drawn_RW = token_1W == token_R[:, None]
     logit_R = jnp.sum(jnp.where(is_drawn_RW, logits_RW, 0.0), axis=1)
-    # By this score `best_of_pieces` sees that there was a NaN.
+    # By this score `_best_of_pieces` sees that there was a NaN.
     best_R = jnp.where(has_nan_R, jnp.nan, best_R)
     for ref, x in zip(out_refs, (best_R, token_R, logit_R, top_R, sum_R)):
         # Rows beyond the last write the numbers of the last once more.

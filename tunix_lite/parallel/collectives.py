@@ -24,11 +24,11 @@ from tunix_lite.parallel.hlo import (
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # {{0,1},{2,3}}; {} is all devices
-GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
+_GROUP_LIST = re.compile(r"replica_groups=\{(.*?)\}(?=, |$)")
 # [2,2]<=[2,2]T(1,0)
-GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
+_GROUP_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\S+?)(?=, |$)")
 # mesh['a'=2,'b'=2] {'b'}
-GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class _Collective:
 @dataclass(frozen=True)
 class CollectiveTotal:
     """All collectives of one kind over one axis, in one call of the program.
-
-    Example: CollectiveTotal("all-gather", "fsdp", 12, 4_800, 3_600, True) on 4 shards.
-    """
+    Example: CollectiveTotal("all-gather", "fsdp", 12, 4_800, 3_600, True) on 4 shards."""
 
     kind: str
     axis: str
@@ -125,9 +123,7 @@ def sent_bytes(c: _Collective, axis_size: int | None = None) -> int:
 @dataclass(frozen=True)
 class CallSite:
     """Facts about a computation that its callers give.
-
-    Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers.
-    """
+    Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers."""
 
     times: int = 1  # runs in one call of the program
     count_known: bool = True
@@ -251,7 +247,7 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
 
 def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
     """The ids of the devices of each group, in any of the three forms that XLA writes."""
-    if match := GROUP_MESH.search(rest):
+    if match := _GROUP_MESH.search(rest):
         sizes = [int(n) for n in re.findall(r"=(\d+)", match[1])]
         ids = _permuted(match[2]) if match[2] else list(range(num_devices))
         names = re.findall(r"([^,=]+)=", match[1])
@@ -265,10 +261,10 @@ def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
         for device, key in zip(ids, keys.tolist()):
             groups[tuple(key)].append(device)
         return list(groups.values())
-    if match := GROUP_IOTA.search(rest):
+    if match := _GROUP_IOTA.search(rest):
         shape = [int(n) for n in match[1].split(",")]
         return np.reshape(_permuted(match[2]), shape).tolist()
-    match = GROUP_LIST.search(rest)
+    match = _GROUP_LIST.search(rest)
     return _id_lists(match[1] if match else "") or [list(range(num_devices))]
 
 

@@ -20,10 +20,10 @@ T = TypeVar("T")
 # (name of the program, seconds that it took to compile; None: the compiler begins now)
 CompileWatcher = Callable[[str, float | None], None]
 # On two cores threads take as long as one program after the other, and a tenth more memory.
-FEWEST_CORES = 4
+_FEWEST_CORES = 4
 # What jax reports of each program, in this order, with the seconds that it took.
-TRACED = "/jax/core/compile/jaxpr_trace_duration"
-LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 # Programs that compile faster are not worth a file.
@@ -59,7 +59,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """The results of calls that compile programs, each in a thread of its own if there are cores
     for it. All counts as waiting for the compiler. After an error no thread begins another
     program."""
-    if len(calls) < 2 or (os.cpu_count() or 1) < FEWEST_CORES:
+    if len(calls) < 2 or (os.cpu_count() or 1) < _FEWEST_CORES:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
     watcher = _compiling.watcher
@@ -129,11 +129,11 @@ _compiling = _Compiling()
 
 def _on_event(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
     """A listener of jax.monitoring, called in the thread that waits."""
-    if event not in (TRACED, LOWERED, COMPILED):
+    if event not in (_TRACED, _LOWERED, COMPILED):
         return
     now = time.perf_counter()
     _compiling.add(now - seconds, now)
-    if _compiling.watcher is not None and event != TRACED:
+    if _compiling.watcher is not None and event != _TRACED:
         name = fun_name.removeprefix("jit(").removesuffix(")") or "a program"
         _compiling.watcher(name, seconds if event == COMPILED else None)
 
@@ -174,11 +174,8 @@ def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
 
 def keep_programs(where: str | None) -> Path | None:
     """Lets jax keep compiled programs in a folder, and take them from there. Call it before a
-    program is compiled.
-
-    where: the folder; auto: one in the user's cache folder; None: programs are not kept. Returns
-    our folder; None: there is none.
-    """
+    program is compiled. where: the folder; auto: one in the user's cache folder; None: programs are
+    not kept. Returns our folder; None: there is none."""
     # Where a user has set jax's own folder, it stays.
     if where is None or jax.config.jax_compilation_cache_dir:
         return None

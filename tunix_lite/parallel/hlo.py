@@ -7,26 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # At most so many turns of a loop are executed here to count them.
-MAX_TURNS = 100_000
-SCALARS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
-SCALARS |= {name: lambda x: x for name in ("copy", "bitcast", "convert")}
-SCALARS |= {
+_MAX_TURNS = 100_000
+_SCALARS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
+_SCALARS |= {name: lambda x: x for name in ("copy", "bitcast", "convert")}
+_SCALARS |= {
     f"compare {name}": getattr(operator, name.lower())
     for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
 }
 
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*-> .*\{$")
-INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-CALLS = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*-> .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_CALLS = re.compile(
+    r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)"
+)
 ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 
 
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
-
-    Example: `%add.1 = f32[8]{0} add(%a, %b)`: name add.1, type f32[8]{0}, op add, operands [a, b].
-    """
+    Example: `%add.1 = f32[8]{0} add(%a, %b)`: name add.1, type f32[8]{0}, op add, operands [a,
+    b]."""
 
     name: str
     type: str  # "f32[8,16]{1,0}", or a tuple of such
@@ -38,9 +39,7 @@ class Instruction:
 @dataclass
 class Computation:
     """A function of the program: the entry, the body of a loop, a fusion ...
-
-    Example: Computation({"add.1": Instruction(...)}, root="add.1").
-    """
+    Example: Computation({"add.1": Instruction(...)}, root="add.1")."""
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
     root: str = ""  # the name of the instruction that is the result
@@ -56,13 +55,13 @@ def parse(text: str) -> tuple[Program, str]:
     entry = ""
     current = Computation()
     for line in text.splitlines():
-        if match := INSTRUCTION.match(line):
+        if match := _INSTRUCTION.match(line):
             root, name, type_, op, rest = match.groups()
             # Attributes behind the operands name computations with % as well.
             operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
             current.instructions[name] = Instruction(name, type_, op, operands, rest)
             current.root = name if root else current.root
-        elif match := COMPUTATION.match(line):
+        elif match := _COMPUTATION.match(line):
             current = program[match[2]] = Computation()
             entry = match[2] if match[1] else entry
     return program, entry
@@ -72,7 +71,7 @@ def called(instruction: Instruction) -> list[tuple[str, str]]:
     """Lists the computations that an instruction calls, such as ("body", "region_1")."""
     return [
         (key, name)
-        for key, names in CALLS.findall(instruction.rest)
+        for key, names in _CALLS.findall(instruction.rest)
         for name in re.findall(r"%([\w.-]+)", names)
     ]
 
@@ -121,7 +120,7 @@ def count_turns(
     state = _value(loop.operands[0], caller, program, [])
     condition = program[callees["condition"]]
     body = program[callees["body"]]
-    for turn in range(MAX_TURNS):
+    for turn in range(_MAX_TURNS):
         continues = _value(condition.root, condition, program, [state])
         if not continues:
             return None if continues is None else turn
@@ -159,7 +158,7 @@ def _value(name: str, computation: Computation, program: Program, args: list) ->
             inner = program[re.search(r"calls=%([\w.-]+)", i.rest)[1]]
             return _value(inner.root, inner, program, values)
         direction = re.search(r" direction=(\w+)", i.rest)
-        operation = SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
+        operation = _SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
         return operation(*values) if operation and None not in values else None
 
     return of(name)

@@ -30,8 +30,8 @@ class MeshSizes(Protocol):
 
 AXES = ("fsdp", "tp")
 AUTO = (AxisType.Auto,) * len(AXES)
-NO_MESH = "no mesh is set: call jax.set_mesh(make_mesh(...)) first"
-PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
+_NO_MESH = "no mesh is set: call jax.set_mesh(make_mesh(...)) first"
+_PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
 
 RULES: dict[str, str | None] = {
     # weights
@@ -194,7 +194,7 @@ def resolve_mesh_shape(
     needed = f"{'a multiple of ' if has_rest else ''}{known}"
     pretend = ""
     if can_simulate and known > num_devices:
-        pretend = f"; {PRETEND}={known} before the command pretends that many"
+        pretend = f"; {_PRETEND}={known} before the command pretends that many"
     raise ValueError(
         f"{as_text(mesh_shape)} needs {needed} devices, but jax sees {num_devices}; "
         f"'model.mesh_shape=[[{num_devices // tp},{tp}],[fsdp,tp]]' would fit, and "
@@ -208,13 +208,9 @@ def make_mesh(
     tp_across_nodes: bool = False,
 ) -> Mesh:
     """The mesh over all devices (or those given), or over the first ones, if it is smaller. Raises
-    ValueError.
-
-    Over several nodes, tp stays inside each of them. A mesh of several CPU devices turns off jax's
-    compilation cache (distributed.join).
-
-    Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp.
-    """
+    ValueError. Over several nodes, tp stays inside each of them. A mesh of several CPU devices
+    turns off jax's compilation cache (distributed.join).
+    Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp."""
     devices = jax.devices() if devices is None else devices
     # a process without a device in the mesh would wait for ever
     has_peers = len({device.process_index for device in devices}) > 1
@@ -263,7 +259,7 @@ def split_devices(
         learning = f"{'a multiple of ' if has_rest and known > 1 else ''}{known}"
         pretend = ""
         if devices[0].platform == "cpu":
-            pretend = f"; {PRETEND}={known + sampling} before the command pretends that many"
+            pretend = f"; {_PRETEND}={known + sampling} before the command pretends that many"
         raise ValueError(
             f"{as_text(own_shape)} takes {sampling}, model.mesh_shape={as_text(mesh_shape)} takes "
             f"{learning}, and jax sees {len(devices)}{pretend}"
@@ -349,7 +345,7 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     # Inside jit the mesh is known by its shape only, without devices.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise RuntimeError(NO_MESH)
+        raise RuntimeError(_NO_MESH)
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
@@ -417,9 +413,7 @@ def gathered_sharding(divided: NamedSharding) -> NamedSharding:
 
 def put(x: ArrayLike, *axes: str) -> jax.Array:
     """A host array, the same on all processes, on the current mesh with these logical axes.
-
-    Example: `put(np.int32(0))` is the step of a state, whole on every device.
-    """
+    Example: `put(np.int32(0))` is the step of a state, whole on every device."""
     x = np.asarray(x)
     to = sharding(axes, x.shape)
     # device_put would compare the array across processes, each time.
@@ -445,7 +439,7 @@ def current_mesh() -> Mesh:
     """The mesh that `jax.set_mesh` made current. Raises RuntimeError if there is none."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise RuntimeError(NO_MESH)
+        raise RuntimeError(_NO_MESH)
     return mesh
 
 

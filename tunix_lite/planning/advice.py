@@ -14,9 +14,9 @@ from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import find_model, micro_batches_to_try, with_micro_batch
 
 # Nodes of GPUs that are tried at most, and the factor by which a target may grow.
-MOST_NODES = 64
+_MOST_NODES = 64
 # More steps than any change has: as far as it goes.
-FARTHEST = 10_000
+_FARTHEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def advice(
 
 def _trials(start: _Trial) -> Iterator[_Trial]:
     """What is tried, one after the other."""
-    for make in CHANGES:
+    for make in _CHANGES:
         yield from make(start)
     # Other meshes of the same devices, with more of tp.
     count = start.machine.num_devices
@@ -104,10 +104,10 @@ def _trials(start: _Trial) -> Iterator[_Trial]:
     if kind.platform == "tpu":
         names = {n: f"{kind.name}-{n * kind.chip.cores}" for n in slice_shapes(kind)}
     else:
-        counts = [2, 4, *(kind.host_devices * n for n in range(1, MOST_NODES + 1))]
+        counts = [2, 4, *(kind.host_devices * n for n in range(1, _MOST_NODES + 1))]
         names = {n: f"{kind.name}x{n}" for n in counts}
     for size, name in names.items():
-        if count < size <= MOST_NODES * max(count, kind.host_devices):
+        if count < size <= _MOST_NODES * max(count, kind.host_devices):
             larger = start.with_mesh(find_machine(name), tp)
             if larger.plan() is not None:
                 yield larger
@@ -119,10 +119,10 @@ def _few_changes(start: _Trial) -> _Trial:
     as it must go."""
     # What is proposed by an estimate leaves some memory free.
     capacity = int((1 - ESTIMATE_MARGIN) * (start.machine.capacity or 0))
-    steps = [0] * len(CHANGES)
+    steps = [0] * len(_CHANGES)
     peak = start.peak()
-    for i in range(len(CHANGES)):
-        further = [*steps[:i], FARTHEST, *steps[i + 1 :]]
+    for i in range(len(_CHANGES)):
+        further = [*steps[:i], _FARTHEST, *steps[i + 1 :]]
         changed = _applied(start, further).peak()
         # a change that makes it larger is none of a remedy
         if changed <= peak:
@@ -134,7 +134,7 @@ def _few_changes(start: _Trial) -> _Trial:
     # Take them back as far as the run still fits, the most costly first.
     # where nothing fits, no change may cost more than the least that was reached
     limit = max(capacity, peak)
-    for i in reversed(range(len(CHANGES))):
+    for i in reversed(range(len(_CHANGES))):
         for fewer in range(steps[i]):
             back = [*steps[:i], fewer, *steps[i + 1 :]]
             if _applied(start, back).peak() <= limit:
@@ -148,7 +148,7 @@ def _few_changes(start: _Trial) -> _Trial:
 
 def _applied(start: _Trial, steps: list[int]) -> _Trial:
     """Each change as many steps as it is to go, or as it has."""
-    for make, count in zip(CHANGES, steps):
+    for make, count in zip(_CHANGES, steps):
         ways = [start, *make(start)]
         start = ways[min(count, len(ways) - 1)]
     return start
@@ -208,7 +208,7 @@ def _adapters(trial: _Trial, **more: str) -> Iterator[_Trial]:
 
 
 # The cheapest first. Weights that stay divided while sampling are slower, and no second copy.
-CHANGES = (
+_CHANGES = (
     _changed_to("rollout", lambda trial: trial.mesh_shape["fsdp"] > 1, weights="sharded"),
     _slots,
     _changed_to("rollout", cache="int8"),

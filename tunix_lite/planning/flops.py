@@ -2,13 +2,13 @@
 masked scores, norms, rope, softmax and activations do not count. Of a layer of attention the
 weights are q: DNH, k and v: DKH each, o: NHD, gate, up and down: DF each (letters of types.py)."""
 
+import functools
 import math
 import resource
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.hardware import Hardware
 
 
+@functools.cache
 def _matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: with attention in each
     of them L * (2DNH + 2DKH + 3DF), without the head, the embedding, norms and biases; and what
@@ -106,22 +107,13 @@ class Throughput:
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
 
-    @cached_property
-    def _of_one(self) -> tuple[float, float]:
-        # The cost of one token, and of one that is scored, which are the same in each step.
-        of_update = partial(update_flops, self.cfg)
-        return of_update(1, 0, 0, self.trained_adapters), of_update(
-            0, 1, 0, self.trained_adapters
-        )
-
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
         lengths = np.asarray(batch.token_mask).sum(axis=1)
         scored = int((np.asarray(batch.loss_weight) != 0).sum())
         tokens = int(lengths.sum())
         attention = attention_flops(self.cfg, lengths)
-        of_token, of_score = self._of_one
-        done = of_token * tokens + of_score * scored + 3 * attention
+        done = update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
         # of the update alone: sampling has another number of FLOPs
         rate = done / update_seconds
         seen = {

@@ -64,24 +64,20 @@ class Hardware:
     kinds: tuple[str, ...]  # what `device_kind` says
     chip: _Gpu | _Tpu
 
-    @property
-    def launch_seconds(self) -> float:
-        """What a kernel takes beside its work, until the next one can begin. An assumption, which
-        no device has confirmed yet."""
-        return LAUNCH_SECONDS[self.platform]
 
-
+# What a kernel takes beside its work, until the next one can begin: assumptions, which no device
+# has confirmed yet.
 # cuda: the low end of the 2 to 4 microseconds between two small kernels that depend on each other,
 # as XLA launches them in CUDA graphs. tpu: the 1,826 cycles that libtpu writes into its programs as
 # its estimate for copying 64 numbers, at the v5e's 1.5 GHz.
 LAUNCH_SECONDS = {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 1e-6}
 
 # v5e and v6e: a pod is 256 chips
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8",
-         "8x8x12", "8x8x16", "8x12x16", "8x16x16", "12x16x16")  # fmt: skip
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12",
+          "8x8x8", "8x8x12", "8x8x16", "8x12x16", "8x16x16", "12x16x16")  # fmt: skip
 # v5p: the largest job is 6144 chips
-LARGE_CUBES = (*CUBES, "16x16x16", "16x16x24")
+_LARGE_CUBES = (*_CUBES, "16x16x16", "16x16x24")
 # chips of a host, where not 2x2x1
 HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
 
@@ -100,19 +96,19 @@ TABLE = (
     Hardware("h200", "cuda", int(139.7 * GiB), 989e12, 4.8e12, 450e9, 50e9, 8, ("NVIDIA H200",),
              _Gpu(9, 132, 128, 233472, 60 * 2**20, 1.98)),
     Hardware("v4", "tpu", int(30.75 * GiB), 275e12, 1.2e12, 270e9, 270e9, 4, ("TPU v4",),
-             _Tpu(CUBES, cores=2, config="megacore")),
+             _Tpu(_CUBES, cores=2, config="megacore")),
     Hardware("v5e", "tpu", int(15.75 * GiB), 197e12, 819e9, 200e9, 200e9, 4,
-             ("TPU v5 lite", "TPU v5e"), _Tpu(FLAT)),
+             ("TPU v5 lite", "TPU v5e"), _Tpu(_FLAT)),
     Hardware("v5p", "tpu", int(95.74 * GiB), 459e12, 2.765e12, 600e9, 600e9, 4,
-             ("TPU v5", "TPU v5p"), _Tpu(LARGE_CUBES, cores=2)),
+             ("TPU v5", "TPU v5p"), _Tpu(_LARGE_CUBES, cores=2)),
     Hardware("v6e", "tpu", int(31.25 * GiB), 918e12, 1.638e12, 400e9, 400e9, 4,
-             ("TPU v6 lite", "TPU v6e"), _Tpu(FLAT)),
+             ("TPU v6 lite", "TPU v6e"), _Tpu(_FLAT)),
     Hardware("tpu7x", "tpu", int(94.75 * GiB), 1153.5e12, 3.69e12, 300e9, 300e9, 8, ("TPU7x",),
-             _Tpu(("1x1x1", *LARGE_CUBES, "16x24x24"), devices=2)),
+             _Tpu(("1x1x1", *_LARGE_CUBES, "16x24x24"), devices=2)),
 )  # fmt: skip
 HARDWARE = {hardware.name: hardware for hardware in TABLE}
 # Google Cloud's accelerator type
-ALIASES = {"v5litepod": "v5e"}
+_ALIASES = {"v5litepod": "v5e"}
 EXTRAS = {"cuda": "plan-gpu", "tpu": "plan-tpu"}
 # any of these modules
 COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
@@ -121,7 +117,7 @@ COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu
 # Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the
 # one that our programs ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB
 # outside of it. A TPU's runtime has taken its part already: the table has what is left.
-GPU_LIBRARIES = GiB // 2
+_GPU_LIBRARIES = GiB // 2
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,7 @@ def find_machine(text: str) -> Machine:
     match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
     # people write what their cloud calls it
-    hardware = HARDWARE.get(ALIASES.get(name, name))
+    hardware = HARDWARE.get(_ALIASES.get(name, name))
     if hardware is None:
         gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
         examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
@@ -174,10 +170,10 @@ def find_machine(text: str) -> Machine:
             raise ValueError(
                 f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
             )
-        capacity = int(GPU_SHARE * (hardware.memory_bytes - GPU_LIBRARIES))
+        capacity = int(GPU_SHARE * (hardware.memory_bytes - _GPU_LIBRARIES))
         capacity_is = (
             f"{GPU_SHARE:.0%} of {hardware.memory_bytes / GiB:.1f} GiB less "
-            f"{GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
+            f"{_GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
         )
         return Machine(text.strip(), "cuda", count, hardware, capacity, capacity_is)
     # Google Cloud sells slices of these sizes alone

@@ -33,22 +33,22 @@ from tunix_lite.parallel.hlo import (
     parse,
     tuple_types,
 )
-from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.hardware import LAUNCH_SECONDS, Hardware
 
 # Instructions that start nothing on a device.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
 FREE |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
 # Calls that only mark something for the compiler.
-MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
-MARKS |= {"ConcatBitcast", "SliceBitcast", "Sharding"}
+_MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+_MARKS |= {"ConcatBitcast", "SliceBitcast", "Sharding"}
 # Moved beside the kernels, by engines of their own.
-PREFETCHES = {"copy-start", "slice-start", "dynamic-slice-start"}
+_PREFETCHES = {"copy-start", "slice-start", "dynamic-slice-start"}
 # What passes each element on, perhaps elsewhere.
 MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-tuple-element"}
-SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
+_SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
 UPDATES = {"dynamic-update-slice", "scatter"}
-TO_HOST = {"infeed", "outfeed", "send", "recv"}
-LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
+_TO_HOST = {"infeed", "outfeed", "send", "recv"}
+_LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,12 @@ def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]
 def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
     """Seconds of one call of the program by the machine model."""
     total = 0.0
+    between = LAUNCH_SECONDS[hardware.platform]
     for kernel in every:
         if kernel.kind != "host":
             moved = (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bandwidth
             sent = kernel.sent_bytes / hardware.link_bandwidth
-            launch = 0.0 if kernel.kind == "prefetch" else hardware.launch_seconds
+            launch = 0.0 if kernel.kind == "prefetch" else between
             computed = kernel.flops / hardware.peak_flops
             total += kernel.times * (launch + max(computed, moved, sent))
     return total
@@ -148,9 +149,9 @@ class _Walk:
         target = re.search(r'custom_call_target="([^"]*)"', i.rest)
         target = target[1] if target else ""
         is_scalar = i.op != "fusion" and _elements(i.type) <= 1
-        if target in MARKS or (self.scalars_are_free and is_scalar):
+        if target in _MARKS or (self.scalars_are_free and is_scalar):
             return []
-        if i.op in TO_HOST or "callback" in target:
+        if i.op in _TO_HOST or "callback" in target:
             return [Kernel(i.name, "host", times, 0, 0, turns=turns)]
 
         # A kernel.
@@ -161,7 +162,7 @@ class _Walk:
             kind = "library"
         elif i.op.removesuffix("-start") in KINDS:
             kind = "collective"
-        elif i.op in PREFETCHES:
+        elif i.op in _PREFETCHES:
             kind = "prefetch"
         elif i.op in ("copy", "transpose") or (
             inner and {x.op for x in inner.instructions.values()} <= MOVES
@@ -266,7 +267,7 @@ class _Walk:
         operand = computation.instructions.get(i.operands[number])
         if operand is None:
             return 0.0
-        if number == 0 and i.op in SLICES:
+        if number == 0 and i.op in _SLICES:
             # The type of a -start instruction is (operands, result, ...).
             result = tuple_types(i.type)[1] if i.op.endswith("-start") else i.type
             return min(1.0, _elements(result) / max(1, _elements(operand.type)))
@@ -281,7 +282,7 @@ def bytes_of(type_: str) -> int:
     those that lie elsewhere."""
     return sum(
         array_bytes(bits, dims)
-        for _, bits, dims, layout in LAYOUT_ARRAY.findall(type_)
+        for _, bits, dims, layout in _LAYOUT_ARRAY.findall(type_)
         if not re.search(r"S\([1-9]", layout)
     )
 

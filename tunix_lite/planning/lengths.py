@@ -1,28 +1,21 @@
 """How long prompts and completions will be: as a run recorded them, or assumed, exponential with a
 mean that is a share of the maximum: many are short, a few are long."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
 
-# Share of the maximum that a mean length has, if nobody says.
-MEAN_SHARE = 0.5
+# The scale r of an exponential, cut off at 1, whose mean is half of that: r (1 - exp(-1 / r)).
+_SCALE = 0.6275004874579876
 # Drawn the same for every mesh and setting, so that plans can be compared.
 SEED = 0
-# Above this share nearly all lengths have the maximum.
-ALMOST_ALL = 0.995
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Where the lengths of a plan come from.
-    Example: Lengths(0.5, 0.25).draw(prompts=16, generations=8, longest=(32, 64))."""
+    Example: Lengths().draw(prompts=16, generations=8, longest=(32, 64))."""
 
-    # Means as shares of the maxima.
-    prompt_share: float = MEAN_SHARE
-    completion_share: float = MEAN_SHARE
     # Tokens of completions that a run has recorded; (): assumed.
     completions: tuple[int, ...] = ()
     # The mean of its prompts in tokens; None: assumed.
@@ -38,7 +31,7 @@ class Lengths:
         most_prompt, most_new = longest
         shape = (prompts, generations)
         if self.mean_prompt is None:
-            prompt_lengths = assumed(rng, (prompts,), most_prompt, self.prompt_share)
+            prompt_lengths = assumed(rng, (prompts,), most_prompt)
         else:
             # A recorded mean is that of prompts which hardly differ.
             fixed = min(most_prompt, max(1, round(self.mean_prompt)))
@@ -46,7 +39,7 @@ class Lengths:
         if self.completions:
             drawn = rng.choice(np.asarray(self.completions), shape)
             return prompt_lengths, np.minimum(drawn, most_new)
-        return prompt_lengths, assumed(rng, shape, most_new, self.completion_share)
+        return prompt_lengths, assumed(rng, shape, most_new)
 
     def __str__(self) -> str:
         if self.completions:
@@ -55,17 +48,10 @@ class Lengths:
                 f"lengths recorded by {self.recorded_by}: {len(self.completions)} completions of "
                 f"{mean:.1f} tokens on average, prompts of {self.mean_prompt:.1f}"
             )
-        shares = f"prompts {self.prompt_share:.0%}, completions {self.completion_share:.0%}"
-        return f"assumed lengths: {shares} of the longest on average"
+        return "assumed lengths: prompts 50%, completions 50% of the longest on average"
 
 
-def assumed(
-    rng: np.random.Generator, shape: tuple[int, ...], longest: int, share: float
-) -> np.ndarray:
-    """Lengths from 1 to `longest` whose mean is this share of it."""
-    if share >= ALMOST_ALL:
-        return np.full(shape, longest)
-    # The scale r of an exponential whose mean, cut off at 1, is `share`: r (1 - exp(-1 / r)).
-    scale = brentq(lambda r: -r * math.expm1(-1 / r) - share, 1e-3, 1e3, xtol=1e-12)
-    drawn = np.ceil(rng.exponential(scale * longest, shape))
+def assumed(rng: np.random.Generator, shape: tuple[int, ...], longest: int) -> np.ndarray:
+    """Lengths from 1 to `longest` whose mean is half of it."""
+    drawn = np.ceil(rng.exponential(_SCALE * longest, shape))
     return np.clip(drawn, 1, longest).astype(int)

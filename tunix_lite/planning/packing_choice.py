@@ -20,9 +20,9 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 
 AUTO = "auto"
 # A packed run computes at least so much less: packing rows takes the host some time, too.
-LEAST_GAIN = 0.1
+_LEAST_GAIN = 0.1
 # The tokens of the prompts, by which packing knows which completions share one.
-PROMPT_TOKENS = 1_000
+_PROMPT_TOKENS = 1_000
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def with_packing(
         raise ConfigError(why_not)
 
     lengths = Lengths() if lengths is None else lengths
-    flops = {name: computed_flops(trial, lengths) for name, trial in trials.items()}
+    flops = {name: _computed_flops(trial, lengths) for name, trial in trials.items()}
     best = min(flops, key=flops.get)
-    if flops[best] > (1 - LEAST_GAIN) * flops.get("none", math.inf):
+    if flops[best] > (1 - _LEAST_GAIN) * flops.get("none", math.inf):
         best = "none"
 
     # Why this packing was chosen, with the gain that is expected.
@@ -83,7 +83,7 @@ def with_packing(
         reason = f"auto: {best}, as these settings allow no other"
         return replace(trials[best], packing_reason=reason)
     is_less = best == "none" and min(flops, key=flops.get) != best
-    gain = f"; {LEAST_GAIN:.0%} must be saved" if is_less else ""
+    gain = f"; {_LEAST_GAIN:.0%} must be saved" if is_less else ""
     reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({lengths})"
     return replace(trials[best], packing_reason=reason)
 
@@ -93,7 +93,7 @@ def packed_as(run: RunConfig, packing: str) -> RunConfig:
     return replace(run, training=replace(run.training, packing=packing))
 
 
-def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
+def _computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     """FLOPs of one forward pass over the batch of an update in its rows, padding included."""
     prompts = resolved.batch.prompts
     generations = resolved.run.algorithm.num_generations
@@ -127,7 +127,7 @@ def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndar
     # Prompts differ from each other, so that only a group shares one.
     vocab = resolved.cfg.vocab_size
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, min(vocab, PROMPT_TOKENS), mask.shape).astype(np.int32)
+    tokens = rng.integers(0, min(vocab, _PROMPT_TOKENS), mask.shape).astype(np.int32)
     first = tokens[::generations, :most_prompt]
     tokens[:, :most_prompt] = np.repeat(first, generations, axis=0)
     tokens = np.where(mask, tokens, 0).astype(np.int32)

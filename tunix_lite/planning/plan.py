@@ -32,9 +32,9 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # Steps of a plan whose training.epochs nobody has counted.
-STEPS_OF_EPOCHS = 1_000
+_STEPS_OF_EPOCHS = 1_000
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
+_SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -151,7 +151,7 @@ def assemble_plan(
 
     # A refused program needs what its compiler names, if it does.
     for error in refused:
-        name = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
+        name = "rollout" if error.name in _SAMPLING_PROGRAMS else error.name
         if name in made and error.needed_bytes is not None:
             added = error.needed_bytes - sum(with_code.values())
             # a refused program needs no less than the formula says
@@ -196,7 +196,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     # both programs read the one copy, which is counted once
     copy = adds["weights to sample"]
     cache = done["decode"].argument_bytes - copy
-    programs = [name for name in SAMPLING_PROGRAMS if name in done]
+    programs = [name for name in _SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
     return COMPILED, {
         "weights to sample": copy,
@@ -219,7 +219,7 @@ def with_choices(
     if run.training.epochs is not None:
         # nobody has counted the rows
         planned = replace(
-            run.training, epochs=None, last_batch="drop", max_steps=STEPS_OF_EPOCHS
+            run.training, epochs=None, last_batch="drop", max_steps=_STEPS_OF_EPOCHS
         )
         run = replace(run, training=planned)
     resolved = with_packing(

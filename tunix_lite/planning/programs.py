@@ -41,8 +41,8 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 
 # which tokens end a completion, or pad one, changes no program's size
 NO_END = (1,)
-NO_PAD = 0
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NO_PAD = 0
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _needed(message: str) -> tuple[int | None, str]:
     if match is None:
         return None, message.strip().splitlines()[0][:200]
     number, unit, of, of_unit = match.groups()
-    return int(float(number) * UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
+    return int(float(number) * _UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
 
 
 # (): a lowered program
@@ -214,7 +214,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         resolved.cfg,
         run.generation,
         NO_END,
-        NO_PAD,
+        _NO_PAD,
         resolved.dtype,
         resolved.sampling_memory.chunk,
         run.rollout.cache == "int8",

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.sizes import shape_line
-from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
@@ -19,9 +19,8 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Plans:
-    """All meshes that were looked at, the best first.
-    Example: Plans((best, second), refused=(({"fsdp": 1, "tp": 3}, "tp=3 does not divide ..."),)).
-    """
+    """All meshes that were looked at, the best first. Example: Plans((best, second),
+    refused=(({"fsdp": 1, "tp": 3}, "tp=3 does not divide ..."),))."""
 
     plans: tuple[Plan, ...]
     refused: tuple[tuple[dict, str], ...] = ()  # meshes that cannot be, and why
@@ -82,8 +81,17 @@ def short_form(plan: Plan | Plans) -> list[str]:
         rows.append((phase.name, *sizes, source(phase)))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
-    if best.forecast is not None:
-        lines += _forecast_lines(best.forecast)
+    if (step := best.forecast) is not None:
+        parts = "1 micro-batch" if step.parts == 1 else f"{step.parts} micro-batches"
+        phases = ", ".join(f"{name} {_three_digits(s)}" for name, s in step.seconds.items())
+        hours = f"{step.hours:,.1f} h" if step.hours >= 1 else f"{60 * step.hours:,.1f} min"
+        lines += [
+            f"predicted: a step takes {_three_digits(step.step_seconds)} s: {phases}",
+            f"  {step.tokens_per_second:,.0f} tokens/s; {step.decode_steps} decode steps; {parts}",
+            f"  {step.num_steps} steps take {hours}, without starting and evaluating",
+            f"  {step.source}",
+            f"  {step.lengths}",
+        ]
         if best.resolved.converses:
             lines.append("  of single turns: what the environment does is not in it")
     lines += [f"  {message}" for message in best.refused]
@@ -114,22 +122,6 @@ def verdict(plan: Plan) -> str:
             f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
         )
     return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
-
-
-def _forecast_lines(found: Forecast) -> list[str]:
-    """The predicted step: phases, tokens/s and hours."""
-    parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
-    phases = ", ".join(
-        f"{name} {_three_digits(seconds)}" for name, seconds in found.seconds.items()
-    )
-    hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
-    return [
-        f"predicted: a step takes {_three_digits(found.step_seconds)} s: {phases}",
-        f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
-        f"  {found.num_steps} steps take {hours}, without starting and evaluating",
-        f"  {found.source}",
-        f"  {found.lengths}",
-    ]
 
 
 def gib(size: float) -> str:
@@ -191,7 +183,7 @@ def as_dict(plan: Plan | Plans) -> dict:
         if one.apart:
             described["device_that_only_samples"] = one.apart
         if one.resolved.converses:
-            described["conversations"] = one.resolved.num_conversations
+            described["conversations"] = max(math.prod(each) for each in one.resolved.rollouts)
         if one.forecast is not None:
             names = ("step_seconds", "tokens_per_second", "hours")
             derived = {name: getattr(one.forecast, name) for name in names}

@@ -65,7 +65,22 @@ def scores(measured: list[Measured]) -> list[ScoreChange]:
     """All scores before and after, with their intervals; [] without two evaluations."""
     if len(measured) < 2:
         return []
-    before, after = map(_scores_of, measured)
+    before, after = ends_by_name = [{}, {}]
+    for one, by_name in zip(measured, ends_by_name):
+        by_name["accuracy"] = {g: float(row["correct"]) for g, row in one.greedy.items()}
+        if one.samples:
+            correct_EN = np.array(
+                [[row["correct"] for row in rows] for rows in one.samples.values()]
+            )
+            k = correct_EN.shape[1]
+            for name, values_E in (
+                (f"avg_at_{k}", statistics.avg_at_k(correct_EN)),
+                (f"pass_at_{k}", statistics.pass_at_k(correct_EN, k)),
+            ):
+                by_name[name] = dict(zip(one.samples, values_E.tolist()))
+        # a reward that failed is null, and counts in neither
+        rewards = {g: row.get("reward") for g, row in one.greedy.items()}
+        by_name["reward"] = {g: reward for g, reward in rewards.items() if is_number(reward)}
     changes = []
     for name in [name for name in before if name in after]:
         both = sorted(before[name].keys() & after[name].keys())
@@ -81,24 +96,6 @@ def scores(measured: list[Measured]) -> list[ScoreChange]:
                 ends.append(end)
             changes.append(ScoreChange(name, *ends, change))
     return changes
-
-
-def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
-    """By the name of a score: the number of each example."""
-    greedy = measured.greedy
-    by_name = {"accuracy": {group: float(row["correct"]) for group, row in greedy.items()}}
-    if measured.samples:
-        rows_E = list(measured.samples.values())
-        correct_EN = np.array([[row["correct"] for row in rows] for rows in rows_E])
-        k = correct_EN.shape[1]
-        for name, values_E in (
-            (f"avg_at_{k}", statistics.avg_at_k(correct_EN)),
-            (f"pass_at_{k}", statistics.pass_at_k(correct_EN, k)),
-        ):
-            by_name[name] = dict(zip(measured.samples, values_E.tolist()))
-    # a reward that failed is null, and counts in neither
-    rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
-    return by_name | ({"reward": rewards} if rewards else {})
 
 
 def moved(before: Measured, after: Measured) -> dict[tuple[bool, bool], list[int]]:

@@ -24,7 +24,7 @@ _BOTTOM = 24
 _MOST_POINTS = 400
 COLORS = 8
 # steps from which on a curve is smoothed
-MANY = 20
+_MANY = 20
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def curves(run: Evidence) -> list[Chart]:
                 # are plain numbers: they are written as text.
                 steps = series.steps.tolist()
                 kind = "points" if series.name.startswith("eval/") else "line"
-                kind = kind if len(steps) < MANY else "faint"
+                kind = kind if len(steps) < _MANY else "faint"
                 lines.append(Line(label, steps, series.values.tolist(), color, kind))
-                if len(steps) >= MANY:
+                if len(steps) >= _MANY:
                     # Wide enough that a curve of noisy rewards shows where it goes. Where the
                     # window hangs over an end, the mean is of what there is.
                     window = np.ones(max(len(steps) // 12, 4))
@@ -137,21 +137,6 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
             [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
         )
     return names
-
-
-def _thinned(line: Line) -> list[tuple[float, float]]:
-    """Few enough points of a line: the first, the last, and of every stretch between them the
-    smallest and the largest, so that no peak is lost."""
-    points = list(zip(line.steps, line.values))
-    last = len(points) - 1
-    if last < _MOST_POINTS:
-        return points
-    chosen = {0, last}
-    for stretch in np.array_split(np.arange(1, last), _MOST_POINTS // 2 - 1):
-        values = np.take(line.values, stretch)
-        # both, since which one matters depends on the metric
-        chosen |= {stretch[values.argmin()], stretch[values.argmax()]}
-    return [points[i] for i in sorted(chosen)]
 
 
 def _ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -225,7 +210,16 @@ def line_chart(chart: Chart) -> str:
         if first <= step <= last and step == round(step):
             write(f"{step:.10g}", x(step), _HEIGHT - 8)
     for line in lines:
-        points = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in _thinned(line)]
+        shown = range(len(line.steps))
+        if len(shown) > _MOST_POINTS:
+            # The first, the last, and of every stretch between them the smallest and the largest,
+            # so that no peak is lost.
+            chosen = {0, len(shown) - 1}
+            for stretch in np.array_split(np.arange(1, len(shown) - 1), _MOST_POINTS // 2 - 1):
+                values = np.take(line.values, stretch)
+                chosen |= {stretch[values.argmin()], stretch[values.argmax()]}
+            shown = sorted(chosen)
+        points = [(f"{x(line.steps[i]):.1f}", f"{y(line.values[i]):.1f}") for i in shown]
         color = f"c{line.color % COLORS}"
         if len(points) > 1:
             kind = "faint" if line.kind == "faint" else "line"

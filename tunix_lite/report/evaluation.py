@@ -7,7 +7,7 @@ import numpy as np
 from tunix_lite.report.statistics import Comparison, Estimate, compare, estimate
 
 # scores that are shares, and are shown in percent; the others are plain numbers
-SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match")
+_SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,6 @@ def _interval(name: str, estimated: Estimate, sign: str = "") -> str:
 
 
 def _shown(name: str, value: float, sign: str = "") -> str:
-    if name.startswith(SHARES):
+    if name.startswith(_SHARES):
         return f"{100 * value:{sign}.1f} %"
     return f"{value:{sign}.4g}"

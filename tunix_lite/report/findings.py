@@ -120,7 +120,7 @@ def _updates_skipped(run: Evidence) -> _Shown:
     return [shown], _overrides(run, ((_RATE, 0.1),))
 
 
-def relative_step(run: Evidence) -> Series:
+def _relative_step(run: Evidence) -> Series:
     """Root mean square of an update's elements over that of weights, by step. Of adapters it is
     what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn uniformly within that and
     `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times it."""
@@ -161,7 +161,7 @@ def _step_too_large(run: Evidence) -> _Shown:
             thrown.append(str(entropy))
 
     # Adapters are usually given steps ten times as large, and bear them.
-    step = relative_step(run)
+    step = _relative_step(run)
     enough = (16 if run.number("model.lora.rank", 0) else 4) * _LARGE_STEP
     is_large = step.largest > (_LARGE_STEP if fell or thrown else enough)
     if not (is_large if step else fell and thrown):
@@ -178,7 +178,7 @@ def _step_too_large(run: Evidence) -> _Shown:
 
 @_fault(68, "the updates are so small that nothing moves")
 def _step_too_small(run: Evidence) -> _Shown:
-    step = relative_step(run)
+    step = _relative_step(run)
     if run.num_steps < 5 or not 0 < step.largest < _SMALL_STEP:
         return None
     moves = f"an update moves a weight by {step.largest:.2g} of its usual size at most"

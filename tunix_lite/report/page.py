@@ -64,18 +64,13 @@ _TEMPLATE = _ENVIRONMENT.get_template("report.html.jinja")
 html = _TEMPLATE.module
 
 
-def page_as_html(page: Page) -> str:
-    """The page as HTML."""
-    return _TEMPLATE.render(vars(page))
-
-
 def write_page(page: Page, folder: Path) -> Path:
     """Writes report.html into a folder, and returns the file. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "report.html"
     # A new file replaces the old one at once: a reader never sees half of it.
     fresh = file.with_name(f".{file.name}.tmp")
-    fresh.write_text(page_as_html(page), encoding="utf-8")
+    fresh.write_text(_TEMPLATE.render(vars(page)), encoding="utf-8")
     fresh.replace(file)
     return file
 

@@ -213,9 +213,16 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
                 shown.append((before.greedy[group], answers))
             if shown:
                 yield html.examples(f"{name} ({len(groups)})", shown)
+    # Of the last step the group whose rewards differ most: where they do, the policy has learned
+    # something. Rows without a reward do not count.
     steps = sorted(step for step in run.samples if run.groups(step))
-    chosen = best_middle_worst(run.groups(steps[-1]) if steps else [])
-    if chosen:
+    ranked = []
+    for group in run.groups(steps[-1]) if steps else []:
+        rewarded = [row for row in group if is_number(row.get("reward"))]
+        ranked.append(sorted(rewarded, key=lambda row: -row["reward"]))
+    if ranked := [group for group in ranked if group]:
+        group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+        chosen = [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
         answers = []
         for row in chosen:
             # `correct 1 · short 0.3 · advantage +0.62`
@@ -227,15 +234,3 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
             answers.append((f"reward {row['reward']:.3g}", row, " · ".join(parts[:8])))
         title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
         yield html.examples(title, [(chosen[0], answers)])
-
-
-def best_middle_worst(groups: list[list[dict]]) -> list[dict]:
-    """Three rows of the group whose rewards differ most, fewer of a small one; [] without groups.
-    Rows without a reward do not count."""
-    rewarded = [[row for row in group if is_number(row.get("reward"))] for group in groups]
-    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
-    if not ranked:
-        return []
-    # where rewards differ, the policy has learned something
-    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
-    return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]

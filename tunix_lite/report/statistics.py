@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # of a bootstrap interval, and of a test by exchanging signs
-RESAMPLES = 10_000
+_RESAMPLES = 10_000
 # numbers drawn at a time, so that memory does not grow with the examples
 _BLOCK = 2_000_000
 
@@ -88,7 +88,7 @@ def maj_at_k(answers: Sequence[Sequence[str | None]], correct_EK: np.ndarray) ->
 
 
 def estimate(
-    values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+    values_E: np.ndarray, level: float = 0.95, resamples: int = _RESAMPLES, seed: int = 0
 ) -> Estimate:
     """The mean of one number of each example, with its bootstrap interval (percentiles).
     Examples are drawn again, not their samples: the samples of an example are not independent.
@@ -129,14 +129,13 @@ def compare(
     first_E: np.ndarray,
     second_E: np.ndarray,
     level: float = 0.95,
-    resamples: int = RESAMPLES,
+    resamples: int = _RESAMPLES,
     seed: int = 0,
 ) -> Comparison:
-    """Two models by one number of each example, the examples being the same.
-
-    What is hard for both cancels, so it sees smaller differences than two intervals do. The p-value
-    is two-sided: the share of random exchanges of the two models' numbers, example by example,
-    after which the sum is as far from 0. Raises ValueError if the examples are not as many."""
+    """Two models by one number of each example, the examples being the same. What is hard for both
+    cancels, so it sees smaller differences than two intervals do. The p-value is two-sided: the
+    share of random exchanges of the two models' numbers, example by example, after which the sum is
+    as far from 0. Raises ValueError if the examples are not as many."""
     first_E = np.asarray(first_E, np.float64)
     second_E = np.asarray(second_E, np.float64)
     if first_E.shape != second_E.shape:

@@ -138,9 +138,6 @@ class ApiAnswer:
         self, index: int, piece: Piece, of_stream: bool = False, is_first: bool = False
     ) -> dict:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
-        prompt = self.call.prompts[index // self.call.body.n]
-        # the prompt is said once, with the first piece
-        begins = is_first or not of_stream
         text = piece.text
         if not self.call.is_chat:
             choice["text"] = text
@@ -179,8 +176,9 @@ class ApiAnswer:
             }
         if self.call.body.return_token_ids:
             choice["token_ids"] = piece.tokens
-            if begins:
-                choice["prompt_token_ids"] = prompt
+            # the prompt is said once, with the first piece
+            if is_first or not of_stream:
+                choice["prompt_token_ids"] = self.call.prompts[index // self.call.body.n]
         return choice
 
     def _token(self, token: int, logprob: float) -> dict:

@@ -136,17 +136,10 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
         raise BadCall(message, "model", "model_not_found")
 
-    # How many completions there are is known before anything is made of the prompt.
-    is_text = True
-    reads_calls = False
     of_prompt = "messages" if is_chat else "prompt"
+    read_prompts = _chat_prompt if is_chat else _text_prompts
     try:
-        if is_chat:
-            _check_count(1, checked.n, limits)
-            prompt, reads_calls = _chat_prompt(checked, tokenizer, limits)
-            prompts = [prompt]
-        else:
-            prompts, is_text = _text_prompts(checked, tokenizer, limits)
+        prompts, is_text, reads_calls = read_prompts(checked, tokenizer, limits)
     except BadCall:
         raise
     except (ValueError, TypeError) as error:
@@ -229,8 +222,10 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
 
 def _chat_prompt(
     body: _ChatBody, tokenizer: Tokenizer, limits: Limits
-) -> tuple[list[int], bool]:
-    """The tokens of a conversation, and whether the model may call tools."""
+) -> tuple[list[list[int]], bool, bool]:
+    """The tokens of a conversation, that it is text, and whether the model may call tools."""
+    # How many completions there are is known before anything is made of the prompt.
+    _check_count(1, body.n, limits)
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
     if not isinstance(body.messages, list) or not body.messages:
@@ -267,15 +262,15 @@ def _chat_prompt(
             text = "".join(str(part.get("text", "")) for part in parts)
             message = message | {"content": text}
         messages.append(message)
-    return tokenizer.prompt(with_tool_messages(messages, tokenizer), **variables), bool(tools)
+    prompt = tokenizer.prompt(with_tool_messages(messages, tokenizer), **variables)
+    return [prompt], True, bool(tools)
 
 
 def _text_prompts(
     body: _TextBody, tokenizer: Tokenizer, limits: Limits
-) -> tuple[list[list[int]], bool]:
+) -> tuple[list[list[int]], bool, bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
-    and whether all of them were text."""
-
+    whether all of them were text; and that no tool is called."""
     inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
@@ -295,4 +290,4 @@ def _text_prompts(
             ids = f"token ids from 0 to {tokenizer.num_tokens - 1}"
             raise BadCall(f"a prompt has at least one token; {ids} are known", "prompt")
         prompts.append(one)
-    return prompts, is_text
+    return prompts, is_text, False

@@ -165,10 +165,8 @@ class Face:
             if self.settings.log_requests and request.path not in self.unlogged:
                 seconds = time.monotonic() - began
                 what = f"{request.method} {escaped(request.path)} {status} {seconds:.2f} s"
-                line = (
-                    f"{time.strftime('%H:%M:%S')} {what} {request.get('counts', '')}".rstrip()
-                )
-                print(line, file=sys.stderr, flush=True)
+                line = f"{time.strftime('%H:%M:%S')} {what} {request.get('counts', '')}"
+                print(line.rstrip(), file=sys.stderr, flush=True)
         return answer
 
     def status_of(self, error: Exception, path: str) -> tuple[int, str]:

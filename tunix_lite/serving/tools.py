@@ -38,11 +38,8 @@ def tools_of(
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         is_function = isinstance(function, dict) and tool.get("type") == "function"
-        if (
-            not is_function
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
+        name = function.get("name") if is_function else None
+        if not (name and isinstance(name, str)):
             form = '{"type": "function", "function": {"name": ...}}'
             raise BadCall(f"a tool is {form}; this is {shown(tool)}", "tools")
         # `strict` says how answers are checked, and is nothing for the model.
@@ -71,9 +68,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         if (calls or is_of_tool) and not tokenizer.writes_tools:
             raise BadCall(_NO_FORM, "messages")
         if calls:
-            calls = (
-                [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
-            )
+            calls = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             # Templates join it with other texts, and null is none.
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
@@ -108,8 +103,21 @@ class CallReader:
     def feed(self, text: str) -> str:
         """The text that is part of no call, as far as one can know."""
         self._text += text
-        free = self._free()
-        released = self._text[self._released : free]
+        text = self._text
+        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
+        end = min(marks, default=len(text))
+        if not marks:
+            # The last characters may be the beginning of a mark.
+            longest = max(map(len, _MARKS)) - 1
+            for length in range(min(longest, len(text)), 0, -1):
+                if any(mark.startswith(text[-length:]) for mark in _MARKS):
+                    end = len(text) - length
+                    break
+        if text.lstrip().startswith(_BRACKETS):
+            # It may be a bare call, which only its end shows.
+            end = 0
+        free = len(text[:end].rstrip())
+        released = text[self._released : free]
         self._released = max(self._released, free)
         return released
 
@@ -130,20 +138,3 @@ class CallReader:
             }
             for call in calls
         ]
-
-    def _free(self) -> int:
-        """The end of the text that is no part of a call."""
-        text = self._text
-        if text.lstrip().startswith(_BRACKETS):
-            # It may be a bare call, which only its end shows.
-            return 0
-        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
-        end = min(marks, default=len(text))
-        if not marks:
-            # The last characters may be the beginning of a mark.
-            longest = max(map(len, _MARKS)) - 1
-            for length in range(min(longest, len(text)), 0, -1):
-                if any(mark.startswith(text[-length:]) for mark in _MARKS):
-                    end = len(text) - length
-                    break
-        return len(text[:end].rstrip())

@@ -20,7 +20,7 @@ TOKENS_AT_ONCE = 2048
 # that a row of shared prompts may have in any case: then most of what can be shared is
 LANES = 4
 # of a row's width that room for further prompts may add to it
-MORE_PROMPTS_SHARE = 1 / 32
+_MORE_PROMPTS_SHARE = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
         shape = min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
 
         # room for further prompts where they are short beside the lanes
-        added = MORE_PROMPTS_SHARE * shape.width
+        added = _MORE_PROMPTS_SHARE * shape.width
         if tokens_given:
             added = min(added, max(0, tokens_given - shape.width))
         more_prompts = min(int(added // prompt), batch.prompts - 1)

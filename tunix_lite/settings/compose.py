@@ -182,7 +182,21 @@ def explain(
         try:
             parsed[text] = OverridesParser.create().parse_override(text)
         except HydraException:
-            return _not_an_override(text, of)
+            start = f"{text}: cannot be read as an override; write "
+            if "=" not in text and "+command=generate" in of:
+                return f"{start}prompt='...'"
+            key, equals, value = text.partition("=")
+            is_key = equals and re.fullmatch(r"[+~]*[\w./@-]+", key)
+            if is_key and not re.search(r"[\[\]{}\"]", value):
+                # the shell's quotes, if any, are gone: those inside are Hydra's
+                line = f'{key}="{value}"'
+                with contextlib.suppress(HydraException):
+                    OverridesParser.create().parse_override(line)
+                    return f"{start}{shell_quoted(line)}"
+            return (
+                f"{start}key=value, and a value with brackets or spaces in two pairs of quotes: "
+                "'key=\"value\"'"
+            )
 
     # The overrides whose option or key does not exist, all of them.
     chosen = [
@@ -222,24 +236,6 @@ def explain(
         if override.is_sweep_override():
             return f"{text}: several values are a sweep, which needs --multirun"
     return str(error).replace("\n", " ")
-
-
-def _not_an_override(text: str, of: tuple[str, ...]) -> str:
-    """Explains a word that Hydra's grammar refuses. of: as in `compose_values`."""
-    start = f"{text}: cannot be read as an override; write "
-    if "=" not in text and "+command=generate" in of:
-        return f"{start}prompt='...'"
-    key, equals, value = text.partition("=")
-    if equals and re.fullmatch(r"[+~]*[\w./@-]+", key) and not re.search(r"[\[\]{}\"]", value):
-        # the shell's quotes, if any, are gone: those inside are Hydra's
-        line = f'{key}="{value}"'
-        with contextlib.suppress(HydraException):
-            OverridesParser.create().parse_override(line)
-            return f"{start}{shell_quoted(line)}"
-    return (
-        f"{start}key=value, and a value with brackets or spaces in two pairs of quotes: "
-        "'key=\"value\"'"
-    )
 
 
 # Options of Hydra that a package brings, and the extra of ours that installs it.

@@ -66,73 +66,34 @@ def _check_numbers(
 class TrainingConfig:
     """Settings of training: its length, the size of its batches, and what is kept."""
 
-    # Number of optimizer updates. null takes 60, or those of `epochs`.
+    # conf/training/default.yaml explains each setting
     max_steps: int | None = None
-    # Passes over the training rows, in place of max_steps. null counts updates.
     epochs: int | None = None
-    # Rows at the end of an epoch that fill no batch: drop, or keep (a smaller batch, for sft and
-    # dpo).
     last_batch: str = "drop"
-    # Prompts in one update. null derives it from micro_batch_size and gradient_accumulation_steps.
     prompts_per_step: int | None = 16
-    # Sequences per fsdp shard in one forward and backward pass. null derives the number. auto takes
-    # all that fit.
     micro_batch_size: int | str | None = None
-    # Micro-batches summed into one update. null derives the number.
     gradient_accumulation_steps: int | None = None
-    # Sequences in a row: none (one), sequences (several), prefix (several, with a group's prompt
-    # once) or auto (whichever computes least).
     packing: str = "auto"
-    # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
-    # Types: fp32, bf16 (compute in it, weights in float32), bf16_params (weights too) or auto (by
-    # device and model).
     mixed_precision: str = "auto"
-    # Gradient checkpointing, what is recomputed: save_all (least), none (little), dots,
-    # save_qkv_out or block (all).
     remat: str = "none"
-    # true compiles one layer and loops over all. false compiles each: a slow start, fast steps on
-    # CPUs.
     scan_layers: bool = True
-    # Attention kernel: xla, cudnn (NVIDIA) or splash (TPU). auto takes the one for the device if
-    # possible, else xla.
     attention: str = "auto"
-    # Type in which gradients are summed over fsdp: float32, or bfloat16, half the bytes and less
-    # exact.
     reduce_dtype: str = "float32"
-    # Type in which layer outputs are summed over tp: float32, or bfloat16, half the bytes and less
-    # exact.
     tp_reduce_dtype: str = "float32"
-    # Micro-batches that a shard sums before its gradients cross the mesh.
     sync_gradients_every: int = 1
-    # What happens if the memory plan does not fit: stop, or warn and start anyway.
     memory_check: str = "stop"
-    # true writes communication.md (traffic of an update) and a trace of three steps.
     profile_communication: bool = False
-    # Updates between two lines on the console. Files hold every update.
     log_interval_steps: int = 1
-    # Updates between two checkpoints. 0 saves only at the end.
     save_interval_steps: int = 20
-    # Number of newest checkpoints to keep, at least 1.
     keep_checkpoints: int = 2
-    # Number of checkpoints to keep as well that are best by best_metric. A new best is saved at
-    # once. 0 keeps none.
     keep_best_checkpoints: int = 0
-    # Metric that says which checkpoint is best (step=best), such as eval/accuracy or eval/loss.
     best_metric: str = "eval/accuracy"
-    # What is better: highest or lowest. auto knows it of accuracies, losses, rewards and the like.
     best_is: str = "auto"
-    # The run ends after this many measurements of best_metric in a row that are no new best. null
-    # goes on.
     early_stopping_patience: int | None = None
-    # Save and stop within this many minutes, for the time limit of a cluster. null sets no limit.
     max_minutes: float | None = None
-    # Seconds between SIGTERM and the end of the machine. The run warns if an update takes longer.
     grace_seconds: float = 30.0
-    # The run stops after this many updates in a row that were skipped for not being finite.
     max_skipped_in_a_row: int = 3
-    # The run stops if sampler and trainer differ by more than this many nats per token on average.
-    # null sets no limit.
     max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
@@ -236,17 +197,11 @@ class EvaluationConfig:
     """What is measured before the first update, at every interval and after the last: completions
     of held-out prompts, one greedy one of each, and samples; and the loss of held-out rows."""
 
-    # Held-out examples in an evaluation. 0 turns evaluation off.
+    # conf/evaluation/default.yaml explains each setting
     num_examples: int = EVALUATED
-    # Updates between two evaluations. 0 evaluates only at the start and at the end.
     interval_steps: int = 15
-    # Samples of each example besides its greedy completion, for eval/avg_at_4 and eval/pass_at_4. 0
-    # draws none.
     num_samples: int = 4
-    # Held-out rows whose loss is measured, for sft, dpo and distill. null takes num_examples, or
-    # 256 rows of text. 0 turns it off.
     loss_examples: int | None = None
-    # Temperature of those samples, above 0. The greedy completion has none.
     temperature: float = 0.7
 
     def __post_init__(self):
@@ -264,19 +219,13 @@ class TrackingConfig:
     """Settings of the files that a run writes beside train.log, metrics.jsonl and its
     checkpoints."""
 
-    # true writes event files into the run folder, for `tensorboard --logdir outputs/`.
+    # conf/tracking/default.yaml explains each setting
     tensorboard: bool = True
-    # Updates between two files samples/*.jsonl. 0 writes none.
     samples_interval_steps: int = 10
-    # Completions of such a file that the console shows. 0 shows none.
     samples_shown: int = 3
-    # Console output: plain (a line per step) or quiet (hints, errors, results).
     console: str = "plain"
-    # true writes report.html when the run ends, even by an error.
     report: bool = True
-    # Other trackers by name, such as one of your own. tracking=wandb, mlflow or trackio adds one.
     trackers: dict[str, Callable] = field(default_factory=dict)
-    # Functions of your own by name, (StepDone) -> metrics, called after every update. {} has none.
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -290,10 +239,8 @@ class TrackingConfig:
 class ResumeConfig:
     """Settings of resuming. `resume=X` is short for `resume.folder=X`."""
 
-    # Checkpoint to resume: auto (this run's folder, if it has one), none (start new), or the folder
-    # of a run.
+    # conf/config.yaml explains each setting
     folder: str = "auto"
-    # true resumes even if settings or weights differ from those of the checkpoint.
     force: bool = False
 
     def __post_init__(self):
@@ -304,10 +251,8 @@ class ResumeConfig:
 class RuntimeConfig:
     """Settings of the program itself."""
 
-    # true checks the settings, shows the run and its memory plan, and ends without training.
+    # conf/config.yaml explains each setting
     dry_run: bool = False
-    # Folder in which compiled programs are kept for the next start. auto takes ~/.cache/tunix_lite,
-    # null keeps none. JAX_COMPILATION_CACHE_DIR comes first.
     program_cache: str | None = "auto"
 
     def __post_init__(self):
@@ -332,9 +277,8 @@ class RunConfig:
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    # Name of the folder of the runs: outputs/<project_name>/<date>/<time>/.
+    # conf/config.yaml explains each setting
     project_name: str = "tunix_lite"
-    # Seed of the data order and of all sampling, 0 or more.
     seed: int = 0
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -551,12 +495,11 @@ Kind = type | types.UnionType
 
 
 def build(kind: Kind, value: object, where: str = "") -> Any:
-    """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place.
-
-    `_target_` names a class or function by dotted path: a class is built from the other settings, a
-    function gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a
-    dataclass for those derived from it. What is named is imported, so `value` must be the user's
-    own: of what a folder says, see files.untrusted.check_settings."""
+    """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place. `_target_`
+    names a class or function by dotted path: a class is built from the other settings, a function
+    gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a dataclass for
+    those derived from it. What is named is imported, so `value` must be the user's own: of what a
+    folder says, see files.untrusted.check_settings."""
     if isinstance(value, dict) and TARGET in value:
         return _build_target(kind, value, where)
     if kind == MeshShape:

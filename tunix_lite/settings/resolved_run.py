@@ -44,7 +44,7 @@ from tunix_lite.settings.config import RunConfig
 # Weights of an output embedding, and their share of all, from which on a batch that scores fewer
 # tokens is worth programs of its own.
 LARGE_HEAD = 2**22
-LARGE_HEAD_SHARE = 0.15
+_LARGE_HEAD_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,6 @@ class ResolvedRun:
     def converses(self) -> bool:
         """Returns whether an environment answers completions, so that slots are appended to."""
         return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
-
-    @property
-    def num_conversations(self) -> int:
-        """Counts the conversations of the largest rollout."""
-        return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
     def samples_beside_update(self) -> bool:
@@ -350,12 +345,11 @@ def resolve_run(
     frozen_cfgs: dict[str, Architecture] | None = None,
 ) -> ResolvedRun:
     """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
-    do not fit together, such as where the mesh does not divide the model or the batch.
-
-    run: with a packing that is chosen, not auto (packing_choice.with_packing).
-    is_attached: whether devices of this platform are there, so that a kernel which is asked for by
-    name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
-    None: as settings and files of this machine have them."""
+    do not fit together, such as where the mesh does not divide the model or the batch. run: with a
+    packing that is chosen, not auto (packing_choice.with_packing). is_attached: whether devices of
+    this platform are there, so that a kernel which is asked for by name must work now. frozen_cfgs:
+    the architectures of the algorithm's frozen models, by name; None: as settings and files of this
+    machine have them."""
     # choosing means resolving each packing, so it cannot happen in here
     if run.training.packing == "auto":
         raise ValueError(
@@ -365,7 +359,7 @@ def resolve_run(
 
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
-        check_model_divides(run, cfg, lora, mesh_shape)
+        _check_model_divides(run, cfg, lora, mesh_shape)
     base = run.model.lora.base
     if lora is None and base in BLOCKS:
         raise ConfigError(
@@ -377,13 +371,13 @@ def resolve_run(
         sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
         with error_context("rollout.mesh_shape"):
             try:
-                check_model_divides(run, cfg, lora, sizes)
+                _check_model_divides(run, cfg, lora, sizes)
             except ValueError as error:
                 # the message was made for the mesh that learns
                 text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
                 raise ValueError(text) from error
         with error_context("rollout"):
-            check_decode_kernels(run, cfg, platform, sizes["tp"])
+            _check_decode_kernels(run, cfg, platform, sizes["tp"])
     with error_context("generation"):
         check_generation(run, cfg)
 
@@ -404,7 +398,7 @@ def resolve_run(
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
     with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
+        _check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run,
         cfg,
@@ -446,7 +440,9 @@ def has_large_head(cfg: Architecture) -> bool:
     """Returns whether products with the output embedding are so much of an update that scoring a
     quarter fewer tokens is worth the time to compile another program."""
     head = cfg.vocab_size * cfg.embed_dim
-    return head >= max(LARGE_HEAD, LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg)))
+    return head >= max(
+        LARGE_HEAD, _LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg))
+    )
 
 
 def with_defaults(
@@ -479,7 +475,7 @@ def learns_from(needs: Needs) -> str:
     return "demonstrations" if needs.demonstrations == ("completion",) else "preferences"
 
 
-def check_model_divides(
+def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
@@ -540,7 +536,7 @@ def _choose_attention(
         return choice, "as training.attention says"
 
 
-def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
     """Raises ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
     if run.rollout.is_fused:
         check_fused(

@@ -57,9 +57,7 @@ _SAVE_SECONDS = 3600
 class Checkpoints:
     """The checkpoints of one run, in folders `checkpoints/<step>/`. Only `save` removes any: old
     ones, and those that a killed run left unfinished.
-
-    Example: `Checkpoints("outputs/latest/checkpoints").latest_step()`.
-    """
+    Example: `Checkpoints("outputs/latest/checkpoints").latest_step()`."""
 
     def __init__(
         self,
@@ -188,11 +186,8 @@ class Checkpoints:
         in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Starts to save the state, which may be donated afterwards; a thread writes it. Raises
-        OSError.
-
-        measured: the metric that ranks it, if it has one. skipped: updates skipped in a row.
-        in_flight: completions that no update has taken yet, as arrays.
-        """
+        OSError. measured: the metric that ranks it, if it has one. skipped: updates skipped in a
+        row. in_flight: completions that no update has taken yet, as arrays."""
         step = int(state.step)
         if self._own is None:
             self.folder.mkdir(exist_ok=True)
@@ -211,11 +206,9 @@ class Checkpoints:
         self._is_saved = True
 
     def restore(self, like: TrainState) -> TrainState:
-        """Reads the newest checkpoint, after comparing all its files with their digests.
-
-        like: the shapes, dtypes and shardings to restore. Raises ValueError if there is no
-        checkpoint, or it cannot be read, has changed, or does not match `like`.
-        """
+        """Reads the newest checkpoint, after comparing all its files with their digests. like: the
+        shapes, dtypes and shardings to restore. Raises ValueError if there is no checkpoint, or it
+        cannot be read, has changed, or does not match `like`."""
         return self._read(self.chosen_step(None), shapes_of(like))
 
     def restore_params(

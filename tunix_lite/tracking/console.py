@@ -21,7 +21,7 @@ from tunix_lite.tracking.rows import is_number
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
 OUR_PARTS += ("prompts", "rollout", "sampler", "time", "perf", "memory")
 # The numbers of a step's line: the name, and how it is written.
-LINE_METRICS = {
+_LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
     "reward/mean": ("reward", "{:.3f}"),
     "completions/correct": ("right", "{:.0%}"),
@@ -43,18 +43,15 @@ LINE_METRICS = {
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "bold green": "1;32"}
 
 
-def averages_of_samples(metrics: Metrics) -> Metrics:
-    """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
-    names = [name for name in metrics if name.startswith("eval/avg_at_")]
-    return {name.removeprefix("eval/"): metrics[name] for name in names}
+_AVERAGES = "eval/avg_at_"
 
 
 def scores_of(metrics: Metrics) -> Metrics:
-    """What status.json keeps of an evaluation, by name: accuracy, loss and `averages_of_samples`,
-    as far as there are numbers."""
-    names = [name for name in ("accuracy", "loss") if f"eval/{name}" in metrics]
-    scores = {name: metrics[f"eval/{name}"] for name in names} | averages_of_samples(metrics)
-    return {name: value for name, value in scores.items() if is_number(value)}
+    """What status.json keeps of an evaluation, by name: accuracy, loss and avg_at_8 and its like,
+    the share of right samples, as far as there are numbers."""
+    averages = [name for name in metrics if name.startswith(_AVERAGES)]
+    scores = {name: metrics.get(name) for name in ("eval/accuracy", "eval/loss", *averages)}
+    return {name[len("eval/") :]: x for name, x in scores.items() if is_number(x)}
 
 
 def as_words(name: str) -> str:
@@ -138,13 +135,25 @@ class Console:
         self._headline = self._head(step, None)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Prints the line of a step, and writes it to the log. A `Tracker`."""
+        """Prints the line of a step, `step 12/120 10% | reward 0.41 | ...`, and writes it to the
+        log. A `Tracker`."""
         if "time/step" in metrics:
             self._seconds.append(metrics["time/step"])
         self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
         left = self.seconds_left(step)
         self._headline = self._head(step, left)
-        line = step_line(self._headline, metrics)
+        # The numbers of a user's observers come first, so that a narrow terminal shows them.
+        parts = list(self._headline)
+        for key, value in metrics.items():
+            if key.partition("/")[0] not in OUR_PARTS:
+                parts.append(f"{key} {value:.6g}")
+        for key, (name, text) in _LINE_METRICS.items():
+            if key in metrics:
+                parts.append(f"{name} {text.format(metrics[key])}")
+            if key == "eval/accuracy":
+                averages = [name for name in metrics if name.startswith(_AVERAGES)]
+                parts += [f"{as_words(name[5:])} {metrics[name]:.1%}" for name in averages]
+        line = " | ".join(parts)
         self._write(line)
         is_due = step % self._every == 0 or step == self._max_steps
         if is_due or any(name.startswith("eval/") for name in metrics):
@@ -196,22 +205,6 @@ class Console:
         )
         # A run that is killed leaves its last line.
         self._log.flush()
-
-
-def step_line(head: list[str], metrics: Metrics) -> str:
-    """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are. The numbers
-    of a user's observers come first, so that a narrow terminal shows them."""
-    parts = list(head)
-    for key, value in metrics.items():
-        if key.partition("/")[0] not in OUR_PARTS:
-            parts.append(f"{key} {value:.6g}")
-    for key, (name, text) in LINE_METRICS.items():
-        if key in metrics:
-            parts.append(f"{name} {text.format(metrics[key])}")
-        if key == "eval/accuracy":
-            averages = averages_of_samples(metrics).items()
-            parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
-    return " | ".join(parts)
 
 
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:

@@ -19,13 +19,13 @@ ANYWHERE = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the disk is read-only",
 }
-GONE = "the folder is gone or cannot be reached"
+_GONE = "the folder is gone or cannot be reached"
 # Errors that are of the disk only if the file is in the folder of the run.
 _IN_THE_FOLDER = {
-    errno.ENOENT: GONE,
-    errno.ENOTDIR: GONE,
-    errno.ENOTCONN: GONE,
-    errno.ESTALE: GONE,
+    errno.ENOENT: _GONE,
+    errno.ENOTDIR: _GONE,
+    errno.ENOTCONN: _GONE,
+    errno.ESTALE: _GONE,
     errno.EACCES: "there is no permission to write",
     errno.EPERM: "there is no permission to write",
     errno.EFBIG: "a file is larger than it may be",

@@ -22,9 +22,8 @@ _MOST_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker learns of a run when it is opened.
-    Example: TrackedRun(folder, "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None).
-    """
+    """What a tracker learns of a run when it is opened. Example: TrackedRun(folder,
+    "2026-11-22/14-36-08", "tunix_lite", {"seed": 0}, resume_at=None)."""
 
     folder: Path
     name: str
@@ -62,11 +61,9 @@ class Wandb(_Plug):
     Example: `tracking=wandb tracking.trackers.wandb.mode=offline` writes below the run's folder,
     for `wandb sync`."""
 
-    # Project that lists the run.
+    # conf/tracking/wandb.yaml explains each setting
     project: str | None = None
-    # User or team. null uses the one of `wandb login`.
     entity: str | None = None
-    # online, offline or disabled. null uses WANDB_MODE or the default of wandb.
     mode: str | None = None
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
@@ -92,9 +89,8 @@ class Trackio(_Plug):
     """Opens a run in Trackio, or goes on with that of the same name.
     Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal."""
 
-    # Project that lists the run.
+    # conf/tracking/trackio.yaml explains each setting
     project: str | None = None
-    # Space of the Hugging Face hub. null keeps the data on this machine.
     space_id: str | None = None
 
     def __call__(self, run: TrackedRun) -> "_TableRun":
@@ -136,9 +132,8 @@ class Mlflow(_Plug):
     """Opens a run in MLflow, or goes on with that of the same folder.
     Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`."""
 
-    # MLflow experiment that lists the run.
+    # conf/tracking/mlflow.yaml explains each setting
     experiment: str | None = None
-    # Address of the MLflow server. null uses MLFLOW_TRACKING_URI or the default of MLflow.
     tracking_uri: str | None = None
 
     def __call__(self, run: TrackedRun) -> "_MlflowRun":

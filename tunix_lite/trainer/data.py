@@ -11,24 +11,22 @@ from tunix_lite.basics.types import RowBatch
 from tunix_lite.learner.rows import on_mesh
 
 # The narrowest row.
-LEAST_WIDTH = 16
+_LEAST_WIDTH = 16
 # Tokens of a forward and backward pass on one shard, padding included.
 TOKENS_AT_ONCE = 2048
 # Tokens of the smallest: fewer would take no less time.
-TOKENS_AT_LEAST = 128
+_TOKENS_AT_LEAST = 128
 # The values that a datum may have at each position, and what stands where it has none.
-DEFAULTS = {"weights": 1.0, "logprobs": 0.0, "advantages": 0.0}
-VALUES = tuple(DEFAULTS)
+_DEFAULTS = {"weights": 1.0, "logprobs": 0.0, "advantages": 0.0}
+VALUES = tuple(_DEFAULTS)
 
 
 @dataclass(frozen=True)
 class Datum:
     """One sequence to learn from. All lists have one entry for each of its T tokens; targets[t] is
     predicted from tokens[0] to tokens[t].
-
     Example: the prompt 5 6 and the completion 7 1, of which the completion counts: Datum([5, 6, 7],
-    [6, 7, 1], weights=[0, 1, 1]).
-    """
+    [6, 7, 1], weights=[0, 1, 1])."""
 
     tokens: Sequence[int]
     targets: Sequence[int]
@@ -104,9 +102,7 @@ def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Part:
     """Some of the data in rows on the mesh: one forward and backward pass.
-
-    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing.
-    """
+    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing."""
 
     indices: list[int]
     rows: RowBatch
@@ -117,7 +113,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
     # Widths and numbers of rows are powers of two, so that few programs are compiled.
     by_width: dict[int, list[int]] = {}
     for i, datum in enumerate(data):
-        width = min(_power_of_two(len(datum.tokens), LEAST_WIDTH), max_positions)
+        width = min(_power_of_two(len(datum.tokens), _LEAST_WIDTH), max_positions)
         by_width.setdefault(width, []).append(i)
     for width, indices in sorted(by_width.items()):
         # memory grows with tokens, so wide rows come few at a time
@@ -125,7 +121,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
         for start in range(0, len(indices), most * shards):
             chunk = indices[start : start + most * shards]
             # a few short sequences take a program that others use too
-            least = max(1, TOKENS_AT_LEAST // width)
+            least = max(1, _TOKENS_AT_LEAST // width)
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
 
             # a datum a row, then empty rows: arrays [R, W]
@@ -141,7 +137,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
                     array[row, :length] = getattr(data[i], name)
                 for name, array in values.items():
                     of_datum = getattr(data[i], name)
-                    array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
+                    array[row, :length] = _DEFAULTS[name] if of_datum is None else of_datum
             rows = RowBatch(
                 tokens=ids["tokens"],
                 token_mask=mask,

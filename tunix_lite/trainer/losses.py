@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.basics.types import Metrics, RowBatch, TokenScores
 
-RATIO_INPUTS = ("logprobs", "advantages")
-CLIPPING = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_RATIO_INPUTS = ("logprobs", "advantages")
+_CLIPPING = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 # The settings of each loss, and their defaults.
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
-    "ppo": CLIPPING,
-    "cispo": CLIPPING,
+    "ppo": _CLIPPING,
+    "cispo": _CLIPPING,
     "dro": {"beta": 0.05},
 }
 
@@ -38,9 +38,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss with its settings.
-
-    Example: token_loss("ppo", {}) of r = 1.5 and A = 1 is -1.2.
-    """
+    Example: token_loss("ppo", {}) of r = 1.5 and A = 1 is -1.2."""
 
     name: str
     settings: tuple[float, ...]
@@ -48,7 +46,7 @@ class TokenLoss:
     @property
     def needs(self) -> tuple[str, ...]:
         """The values of a Datum without which it has no meaning."""
-        return () if self.name == "cross_entropy" else RATIO_INPUTS
+        return () if self.name == "cross_entropy" else _RATIO_INPUTS
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The sum, and the log-probabilities [R, W]."""
@@ -79,9 +77,7 @@ class TokenLoss:
 
 def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
     """The loss of this name. Raises ValueError for another name or setting.
-
-    Example: token_loss("ppo", {"clip_high_threshold": 1.28}).
-    """
+    Example: token_loss("ppo", {"clip_high_threshold": 1.28})."""
     if name not in SETTINGS:
         raise ValueError(f"loss={name!r}; a Datum is for one of {', '.join(SETTINGS)}")
     values = dict(SETTINGS[name])
@@ -95,7 +91,7 @@ def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
             raise ValueError(f"settings: {key}={value!r} is no number") from error
     if not 0 <= values.get("beta", 0.0) < math.inf:
         raise ValueError(f"beta={values['beta']}; it must be 0 or more, and finite")
-    low, high = (values.get(key, default) for key, default in CLIPPING.items())
+    low, high = (values.get(key, default) for key, default in _CLIPPING.items())
     # Bounds of a ratio that are the wrong way round would clip each token to nonsense.
     if not 0 <= low <= high < math.inf:
         raise ValueError(

@@ -70,9 +70,7 @@ def optimizer_of_client(
 @dataclass
 class TrainerPrograms:
     """What a trainer has compiled.
-
-    Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None).
-    """
+    Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None)."""
 
     policy: Policy  # whose scores are `target_scores`
     seed: int  # of rounding

@@ -33,9 +33,7 @@ LIMITS = {
 @dataclass(frozen=True)
 class SampleSettings:
     """How completions are drawn.
-
-    Example: SampleSettings(max_tokens=64, temperature=0.7, seed=3).
-    """
+    Example: SampleSettings(max_tokens=64, temperature=0.7, seed=3)."""
 
     max_tokens: int | None = None  # tokens, at most; None: as many as there is room for
     temperature: float = 1.0  # 0 takes the likeliest token
@@ -92,9 +90,7 @@ def as_settings(settings: SampleSettings | Mapping[str, Any] | None) -> SampleSe
 @dataclass
 class Sample:
     """One completion.
-
-    Example: Sample(0, 1, [17, 1], [-0.3, -0.1], [-0.4, -0.1], "eos"): the second of prompt 0.
-    """
+    Example: Sample(0, 1, [17, 1], [-0.3, -0.1], [-0.4, -0.1], "eos"): the second of prompt 0."""
 
     prompt: int
     generation: int
@@ -109,9 +105,7 @@ class Sample:
 
 class SamplingEngine:
     """The live engine of a trainer. Its users hold the trainer's lock.
-
-    Example: SamplingEngine(model, RolloutConfig(), 2048, 512).
-    """
+    Example: SamplingEngine(model, RolloutConfig(), 2048, 512)."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 # The file beside the checkpoints.
 KIND = "trainer.json"
 # And what a process that was killed may leave of it.
-HALF = f"{KIND}.tmp"
-MADE_ALIKE = "load it into a client that is made like that"
+_HALF = f"{KIND}.tmp"
+_MADE_ALIKE = "load it into a client that is made like that"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / KIND).exists():
         _check_kind(folder, kind, "save to another folder")
-    elif any(file.name != HALF for file in folder.iterdir()):
+    elif any(file.name != _HALF for file in folder.iterdir()):
         raise ValueError(
             f"{folder} is not empty, and nothing in it says what it is: save elsewhere"
         )
@@ -56,7 +56,7 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
     checkpoints = Checkpoints(folder)
     if step in checkpoints.steps():
         raise ValueError(f"{folder} holds step {step} already; save to another folder")
-    half = folder / HALF
+    half = folder / _HALF
     # The kind is there before the checkpoint: weights whose kind nobody knows cannot be loaded.
     half.write_text(json.dumps(asdict(kind)) + "\n")
     os.replace(half, folder / KIND)
@@ -72,7 +72,7 @@ def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
     if not kind.optimizer:
         step, params = load_trained(folder, shapes_of(like.params), kind)
         return like.replace(step=put(np.int32(step)), params=params)
-    if not _check_kind(folder, kind, MADE_ALIKE).optimizer:
+    if not _check_kind(folder, kind, _MADE_ALIKE).optimizer:
         raise ValueError(
             f"{folder} was saved without its optimizer; load it with optimizer=False"
         )
@@ -83,7 +83,7 @@ def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
 def load_trained(folder: Path, like: Params, kind: _SavedKind) -> tuple[int, Params]:
     """(step, the weights that train) of the newest checkpoint. like: their shapes. Raises
     ValueError."""
-    _check_kind(folder, kind, MADE_ALIKE)
+    _check_kind(folder, kind, _MADE_ALIKE)
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore_params(like)
 

@@ -65,9 +65,7 @@ from tunix_lite.trainer.saved import (
 @dataclass(frozen=True)
 class LossOutput:
     """What a forward pass gives.
-
-    Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets.
-    """
+    Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets."""
 
     loss: float  # the sum over all tokens
     # of each datum, the log-probability of each of its targets
@@ -93,9 +91,7 @@ def _locked(method: Callable[P, R]) -> Callable[P, R]:
 
 class Weights:
     """Weights that sample and score: those of a client now, or a snapshot of them.
-
-    Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8}).
-    """
+    Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8})."""
 
     def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
         self.trainer = trainer
@@ -130,11 +126,9 @@ class Weights:
         settings: SampleSettings | Mapping | Sequence | None = None,
     ) -> list[Sample]:
         """num_samples completions of each prompt, a list of token ids; all of prompt 0 come first.
-
         settings: SampleSettings or their names and values; or a list of them, one per prompt.
         Without a seed the client's seed decides. Raises ValueError, naming the prompt or the
-        setting.
-        """
+        setting."""
         if not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples={num_samples}; it is 1 or more")
         if isinstance(settings, Sequence):
@@ -204,9 +198,8 @@ class Weights:
 
 class TrainingClient(Weights):
     """Weights that train: adapters on the shared base, or all weights.
-
-    Example: client = trainer.adapter(rank=8); client.forward_backward(data); client.optim_step().
-    """
+    Example: client = trainer.adapter(rank=8); client.forward_backward(data);
+    client.optim_step()."""
 
     def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
         super().__init__(trainer, params, lora, seed)
@@ -250,10 +243,8 @@ class TrainingClient(Weights):
         settings: Mapping | None = None,
     ) -> LossOutput:
         """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
-
         loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
-        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token.
-        """
+        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token."""
         # Dropout takes a key for each sequence of a batch, and calls of a client add up to none.
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
@@ -286,11 +277,9 @@ class TrainingClient(Weights):
         optimizer: Optimizer | None = None,
     ) -> Metrics:
         """One update with the gradients since the last; returns their norm, and that of the update.
-
         The first six are those of AdamW; grad_clip_norm=0 does not clip. optimizer: settings as of
         a run in place of them. An update that is not finite is not made: train/skipped is 1. Raises
-        ValueError.
-        """
+        ValueError."""
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
         if optimizer is None:
@@ -379,9 +368,7 @@ class TrainingClient(Weights):
 class Trainer:
     """One base on one mesh, loaded once, and the clients that train beside it. Calls may come from
     several threads: one runs at a time.
-
-    Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8).
-    """
+    Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8)."""
 
     def __init__(
         self,
@@ -402,8 +389,8 @@ class Trainer:
             set_rules(run.sharding)
             source.check_mesh(self.found, self.mesh)
         self.cfg = self.found.cfg
-        self._platform = self.mesh.devices.flat[0].platform
-        self.run, _ = with_defaults(run, self.cfg, self.found.lora, self._platform)
+        platform = self.mesh.devices.flat[0].platform
+        self.run, _ = with_defaults(run, self.cfg, self.found.lora, platform)
         self.tokenizer = self.found.tokenizer
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
@@ -416,29 +403,24 @@ class Trainer:
             model, self.run.rollout, max_prompt_length, max_new_tokens
         )
         options = update_options(training.scan_layers)
-        scores = partial(
-            target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings
-        )
-        policy = Policy(None, scores)
-        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
-
-    @cached_property
-    def forward_settings(self) -> dict[str, Any]:
-        """The settings of decoder.forward besides weights, architecture and dtype."""
-        training = self.run.training
         with error_context("training"):
             # the widest row that a datum may make
             longest = self.cfg.max_positions
             name, _ = attention.choose(
-                training.attention, self.cfg, self._platform, self.dtype, longest, False
+                training.attention, self.cfg, platform, self.dtype, longest, False
             )
-        return {
-            "remat": training.remat,
-            "attend": attention.IMPLEMENTATIONS[name],
-            "reduce_dtype": jnp.dtype(training.reduce_dtype),
-            "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
-            "scan_layers": training.scan_layers,
-        }
+        scores = partial(
+            target_scores,
+            cfg=self.cfg,
+            dtype=self.dtype,
+            remat=training.remat,
+            attend=attention.IMPLEMENTATIONS[name],
+            reduce_dtype=jnp.dtype(training.reduce_dtype),
+            tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+            scan_layers=training.scan_layers,
+        )
+        policy = Policy(None, scores)
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
 
     @property
     def max_length(self) -> int:

@@ -16,23 +16,23 @@ import markupsafe
 from tunix_lite.workers.process import START_SECONDS, WorkerProcess
 
 # Bytes of addresses. An interpreter with jinja2 takes some 50 MB.
-MEMORY = 512 * 2**20
+_MEMORY = 512 * 2**20
 # Of the processor, for one call; and by the clock, for a process that was stopped.
 SECONDS = 1.0
-WAITED = 30.0
+_WAITED = 30.0
 # Attempts. A signal that was meant for the run may end the process.
 STARTS = 3
 # Bytes of one answer.
-LONGEST_ANSWER = 2**28
+_LONGEST_ANSWER = 2**28
 # Variables that Python may need to start. None of them holds a secret.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 # Neither PYTHONPATH nor start-up code of site-packages, and no compiled files.
 FLAGS = ("-I", "-S", "-B")
 # How a process ended that exceeded a limit, and what is said of it.
-OVERRUNS = {
+_OVERRUNS = {
     "ended its process with SIGPROF": f"takes more than {SECONDS:g} second of the processor",
     "closed the pipes of its process": "closes its pipes",
-    f"wrote more than {LONGEST_ANSWER:,} bytes to the pipe of its process": "answers without end",
+    f"wrote more than {_LONGEST_ANSWER:,} bytes to the pipe of its process": "answers without end",
 }
 
 
@@ -53,19 +53,19 @@ def ask(function: Callable[..., str], *arguments: object) -> str:
                 files = (jinja2.__file__, markupsafe.__file__)
                 _running = WorkerProcess(
                     {name: os.environ[name] for name in KEPT if name in os.environ},
-                    limits=(MEMORY, SECONDS),
+                    limits=(_MEMORY, SECONDS),
                     output=subprocess.DEVNULL,
                     flags=FLAGS,
                     import_path=[
                         str(Path(__file__).parents[2]),
                         *(str(Path(file).parents[1]) for file in files),
                     ],
-                    longest=LONGEST_ANSWER,
+                    longest=_LONGEST_ANSWER,
                 )
                 _running.send(pickle.dumps([_call]), START_SECONDS)
                 _running.answer(START_SECONDS)
-            _running.send(calls, WAITED)
-            kind, answer = _running.answer(WAITED, 0)
+            _running.send(calls, _WAITED)
+            kind, answer = _running.answer(_WAITED, 0)
             if not kind:
                 succeeded, text = answer
                 if succeeded:
@@ -74,11 +74,11 @@ def ask(function: Callable[..., str], *arguments: object) -> str:
             # It may still be busy with this call, so the next one gets a new process.
             close()
             if kind == "timeout":
-                raise Refused(f"takes more than {WAITED:g} seconds")
+                raise Refused(f"takes more than {_WAITED:g} seconds")
             how = answer
             # It would exceed the limit again.
-            if how in OVERRUNS:
-                raise Refused(OVERRUNS[how])
+            if how in _OVERRUNS:
+                raise Refused(_OVERRUNS[how])
     raise Refused(
         f"ends the process that runs it ({how.removeprefix('ended its process with ')})"
     )

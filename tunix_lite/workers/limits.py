@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 # bytes of memory that a child may take beside what it begins with
-CHILD_MEMORY = 1024**3
+_CHILD_MEMORY = 1024**3
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
-    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds; where
+    """Calls fn in a forked child, with _CHILD_MEMORY, which is killed after so many seconds; where
     jax is loaded, forking is not safe, and fn is called here under `time_limit`. Raises what fn
     raises, TimeoutError naming `what`, and MemoryError where the child was killed."""
     if "jax" in sys.modules:
@@ -50,7 +50,7 @@ def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
         if sys.platform == "linux":
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             # The fork has the addresses of its parent, and they count, too.
-            most = pages * resource.getpagesize() + CHILD_MEMORY
+            most = pages * resource.getpagesize() + _CHILD_MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         try:
             result = (True, fn())

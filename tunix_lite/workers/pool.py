@@ -22,13 +22,13 @@ from tunix_lite.workers.child import NotANumber, outcome, short_repr
 from tunix_lite.workers.process import START_SECONDS, Outcome, WorkerProcess
 
 ON_ERROR = ("raise", "zero", "drop")
-ON_NONE = ("error", "unscorable", "skip")
+_ON_NONE = ("error", "unscorable", "skip")
 # the kinds of outcomes that are failures; others are "", and those that on_none asks for
 FAILURES = ("error", "timeout", "crash", "not_number")
 # end of a message about a function that returned None, after its name
 IS_NONE = "is None, not a number,"
 # completions sent to a worker at once, at most
-BATCH = 16
+_BATCH = 16
 # attempts: what ends a worker before it listens is mostly a signal that was meant for the run
 STARTS = 3
 
@@ -43,19 +43,15 @@ class NoScore(NotANumber):
 class RewardsConfig:
     """Settings of reward functions: where they run, and what becomes of a call that fails."""
 
-    # When a reward fails: raise stops the run, zero counts it as 0, drop skips the completion.
+    # conf/rewards/default.yaml explains each setting
     on_error: str = "raise"
-    # Seconds that one call of a reward function may take. A longer call has failed.
     timeout: float = 10.0
-    # Processes that compute rewards. 0 uses the training process, without a timeout, for debugging.
     workers: int = 1
-    # When a reward returns None: error counts it as failed, unscorable skips the completion, skip
-    # uses the other rewards alone.
     on_none: str = "error"
 
     def __post_init__(self):
         check_workers(self.on_error, self.timeout, self.workers)
-        if self.on_none not in ON_NONE:
+        if self.on_none not in _ON_NONE:
             raise ValueError(f"on_none={self.on_none!r}; it is error, unscorable or skip")
 
 
@@ -215,7 +211,7 @@ class Pool:
             jobs: list[_Job] = [self._jobs.get()]
             # Another thread may have taken them meanwhile.
             with suppress(queue.Empty):
-                for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
+                for _ in range(min(_BATCH - 1, self._jobs.qsize() // len(self._threads))):
                     jobs.append(self._jobs.get_nowait())
             if self._ending or None in jobs:
                 return self._drop(place)
@@ -314,15 +310,15 @@ class _Packing(pickle.Pickler):
 
 
 # words of messages for functions that run in a worker, by the group of their settings
-WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
+_WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
 
 
 def _in_process(group: str) -> str:
-    return f"{group}.workers=0 runs {WORKERS_RUN[group]} in the process that trains"
+    return f"{group}.workers=0 runs {_WORKERS_RUN[group]} in the process that trains"
 
 
 def _cannot_run(name: str, why: str, group: str) -> str:
     return (
-        f"{name}: {why}. {WORKERS_RUN[group].capitalize()} run in other processes: put it at the "
+        f"{name}: {why}. {_WORKERS_RUN[group].capitalize()} run in other processes: put it at the "
         f"top of a module of its own; or {_in_process(group)}"
     )

@@ -26,15 +26,15 @@ START_SECONDS = 120
 END_SECONDS = 5
 # seconds between two looks at whether a silent process is still there
 LOOK_SECONDS = 0.2
-READ_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
 # most seconds that the kernel is waited for while it loads a program
-LOADING = 1.0
+_LOADING = 1.0
 # bytes of an answer, at most: a text of child.KEPT characters takes far less
 LONGEST = 4 * 1024 * 1024
 # bytes that an empty pipe takes at once
-SURELY_FITS = 32 * 1024
+_SURELY_FITS = 32 * 1024
 # this variable of a process, which all that it starts inherit, says which process it is
-MARK = "TUNIX_LITE_REWARDS"
+_MARK = "TUNIX_LITE_REWARDS"
 # not multiprocessing: its spawn imports the program that runs, and with it jax
 START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
@@ -53,10 +53,9 @@ class Outcome(NamedTuple):
 
 class WorkerProcess:
     """A process, and the pipes to and from it. It is first sent a list of functions, and then lists
-    of (number of the call, place of the function, its arguments).
-
-    limits: bytes of memory, and seconds of the processor for a call. output: where it prints; None:
-    where this process does. longest: bytes of an answer. Raises OSError."""
+    of (number of the call, place of the function, its arguments). limits: bytes of memory, and
+    seconds of the processor for a call. output: where it prints; None: where this process does.
+    longest: bytes of an answer. Raises OSError."""
 
     def __init__(
         self,
@@ -91,14 +90,14 @@ class WorkerProcess:
                 pass_fds=(calls.fileno(), answers),
                 # out of reach of Ctrl-C, and a group that can be killed as one
                 start_new_session=True,
-                env={**environment, MARK: self._mark},
+                env={**environment, _MARK: self._mark},
             )
 
     def send(self, message: bytes, seconds: float) -> None:
         """Sends pickled calls. A process that does not read a long message in time is killed."""
         timer = threading.Timer(seconds, self.kill)
         # A short one fits into the pipe, whether or not it is read.
-        if len(message) > SURELY_FITS:
+        if len(message) > _SURELY_FITS:
             timer.start()
         # It is gone, and `answer` says how.
         with suppress(OSError):
@@ -114,7 +113,7 @@ class WorkerProcess:
             left = began + seconds - time.monotonic()
             if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
                 # Splits it into whole lines and a rest, which is never copied for those behind it.
-                part = self._answers.read(READ_BYTES)
+                part = self._answers.read(_READ_BYTES)
                 is_gone = not part
                 *lines, rest = part.split(b"\n")
                 if lines:
@@ -158,7 +157,7 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         # its descendants in any session or group
-        for pid in find_marked(f"{MARK}={self._mark}".encode()):
+        for pid in find_marked(f"{_MARK}={self._mark}".encode()):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -186,9 +185,9 @@ def find_marked(mark: bytes) -> set[int]:
 
 def _environment(process: Path) -> bytes:
     """The variables that a process was started with; b"" if it has ended, or is of the kernel.
-    While the kernel loads a program, its process shows none: it is asked again, for LOADING seconds
-    at most."""
-    deadline = time.monotonic() + LOADING
+    While the kernel loads a program, its process shows none: it is asked again, _LOADING seconds at
+    most."""
+    deadline = time.monotonic() + _LOADING
     while True:
         # Such a process has memory, but env_end, field 51 in proc(5), is 0. Asked first, since it
         # may be loaded at any moment.

@@ -40,33 +40,33 @@ LOOK_SECONDS = 0.02
 # bytes of a traceback that are kept
 KEPT = 2_000
 # bytes of what a test reports
-LONGEST_REPORTS = 16 * 1024 * 1024
+_LONGEST_REPORTS = 16 * 1024 * 1024
 # files that the code may have open, and bytes of one that it writes
-OPEN_FILES = 64
+_OPEN_FILES = 64
 # the file that holds the nonce while the code runs
-NONCE_FD = OPEN_FILES - 1
-MIB = 1024 * 1024
+_NONCE_FD = _OPEN_FILES - 1
+_MIB = 1024 * 1024
 # the user that code runs as, if this one is root and that one can read Python
-NOBODY = 65534
+_NOBODY = 65534
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 # of unshare(2), prctl(2), mount(2)
 # new ones of mounts, IPC, users, processes and the network
-NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
-PR_SET_NO_NEW_PRIVS = 38
-MS_NOSUID_NODEV = 2 | 4
-MNT_DETACH = 2
-MS_REC_PRIVATE = 16384 | 1 << 18
-CAPABILITY_VERSION = 0x20080522
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_MS_NOSUID_NODEV = 2 | 4
+_MNT_DETACH = 2
+_MS_REC_PRIVATE = 16384 | 1 << 18
+_CAPABILITY_VERSION = 0x20080522
 # of landlock(7): system calls, and what may be done to files; the bits of writing
-LANDLOCK_CREATE = 444
-LANDLOCK_ADD = 445
-LANDLOCK_RESTRICT = 446
-WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
-REFER = 1 << 13
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
+_REFER = 1 << 13
 TRUNCATE = 1 << 14
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         verdict = {"status": "failed", "why": str(error)}
     finally:
         # what is mounted there, if anything is
-        libc.umount2(folder.encode(), MNT_DETACH)
+        libc.umount2(folder.encode(), _MNT_DETACH)
         shutil.rmtree(folder, ignore_errors=True)
     json.dump(verdict, sys.stdout)
 
@@ -176,7 +176,7 @@ def run(job: dict, folder: str) -> dict:
         for pipe, read in received.items():
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 65536)
-        too_long = len(received[reports_fd]) > LONGEST_REPORTS
+        too_long = len(received[reports_fd]) > _LONGEST_REPORTS
         if len(received[output]) > job["output_bytes"] or too_long:
             status = "output"
         elif is_gone:
@@ -223,7 +223,7 @@ def _too_much(job: dict, first: int) -> str | None:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
             pages += int(file.read().split()[1])
     return (
-        "memory" if pages * resource.getpagesize() > job["memory_mib"] * MIB * 1.25 else None
+        "memory" if pages * resource.getpagesize() > job["memory_mib"] * _MIB * 1.25 else None
     )
 
 
@@ -244,7 +244,7 @@ def _isolate(folder: str, job: dict) -> list[str]:
         missing.append(
             "it can write wherever this user may write (this kernel has no landlock)"
         )
-    if libc.unshare(NAMESPACES):
+    if libc.unshare(_NAMESPACES):
         # Without a process namespace nothing ends code that forks faster than it can be looked for.
         refused = os.strerror(ctypes.get_errno())
         raise OSError(
@@ -257,14 +257,14 @@ def _isolate(folder: str, job: dict) -> list[str]:
     with contextlib.suppress(OSError):
         # Without it Linux refuses the map of groups to a user without rights.
         Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
+        Path("/proc/self/uid_map").write_text(f"{_NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{_NOBODY} {group} 1")
 
     # a file system of its own for its folder, which ends with it and cannot fill the disk
     size = f"size={job['disk_mib']}m,mode=700".encode()
     # What is mounted here must not show outside.
-    libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
-    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
+    libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
+    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID_NODEV, size):
         refused = os.strerror(ctypes.get_errno())
         missing.append(
             f"its files are on the disk, and their total is not limited (mount: {refused})"
@@ -277,24 +277,24 @@ def _become_nobody(folder: str) -> bool:
     did."""
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
     # For a moment, to ask as that user.
-    os.seteuid(NOBODY)
+    os.seteuid(_NOBODY)
     can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
     can_read = can_read and os.access(os.path.dirname(folder), os.X_OK, effective_ids=True)
     os.seteuid(0)
     if can_read:
-        os.chown(folder, NOBODY, NOBODY)
+        os.chown(folder, _NOBODY, _NOBODY)
         # Groups first: a user without rights could not change them any more.
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         # a change of user forgets the first, and takes /proc/self from that user
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_DUMPABLE, 1)
+        libc.prctl(_PR_SET_DUMPABLE, 1)
     return can_read
 
 
 def _landlock_version() -> int:
-    return libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    return libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
 
 
 def _restrict_writes(folder: str) -> None:
@@ -303,19 +303,19 @@ def _restrict_writes(folder: str) -> None:
     version = _landlock_version()
     if version < 1:
         return
-    files = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    files = _WRITES | (_REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
     rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
+    ruleset = libc.syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     for path, access in ((folder, files), (os.devnull, files & (1 << 1 | TRUNCATE))):
         with contextlib.suppress(OSError):
             opened = os.open(path, os.O_PATH)
             rule = struct.pack("=Qi", access, opened)
-            libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0)
+            libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0)
             os.close(opened)
     # Without it Linux refuses Landlock to a user without rights.
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
     os.close(ruleset)
 
@@ -330,13 +330,13 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     # It is written after the forks, so that no frame of this process holds it.
     while not os.fstat(secret).st_size:
         time.sleep(0.001)
-    os.dup2(secret, NONCE_FD)
+    os.dup2(secret, _NONCE_FD)
     os.dup2(code_input, 0)
     os.dup2(output, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(reports, 3)
-    os.closerange(4, NONCE_FD)
-    os.closerange(NONCE_FD + 1, 256)
+    os.closerange(4, _NONCE_FD)
+    os.closerange(_NONCE_FD + 1, 256)
     os.setpgid(0, 0)
     os.chdir(folder)
     os.environ.clear()
@@ -345,7 +345,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     _restrict_writes(folder)
     # no rights in its own namespaces either
-    libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
+    libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))
 
     # the kernel's limits for each process of the code
     seconds = int(job["seconds"]) + 1
@@ -354,9 +354,9 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     if release >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * MIB,) * 2)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * _MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * _MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # where memory runs out, the code goes first
     with contextlib.suppress(OSError):
@@ -379,7 +379,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
             leave(1)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
-    write(3, read(NONCE_FD, 64, 0))
+    write(3, read(_NONCE_FD, 64, 0))
     leave(0)
 
 
@@ -389,7 +389,7 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.argv = ["solution.py"]
-    run, report, builtins_before = exec, reporter(os.write), dict(vars(builtins))
+    run, report, builtins_before = exec, _reporter(os.write), dict(vars(builtins))
     code, *tests = (compile(text, file, "exec") for text, file in steps)
     steps.clear()
     names = {"__name__": name}
@@ -404,7 +404,7 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
 # ---- what a test reports
 
 
-COMPARE = {
+_COMPARE = {
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -414,11 +414,11 @@ COMPARE = {
 }
 
 
-def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
+def _reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
     """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
     of the operands, a line each, for the process that compares them."""
     # not looked up by a name that the code can change
-    compare = dict(COMPARE)
+    compare = dict(_COMPARE)
     dumps = json.dumps
 
     def report(number: int, signs: tuple[str, ...], *values: Any) -> None:
@@ -443,7 +443,7 @@ def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
 
 
 KEYS = type({}.keys())
-ITEMS = type({}.items())
+_ITEMS = type({}.items())
 
 
 def encoded(value: object) -> Any:
@@ -463,7 +463,7 @@ def encoded(value: object) -> Any:
         return {"dict": [[encoded(key), encoded(item)] for key, item in dict.items(value)]}
     if isinstance(value, tuple):
         return {"tuple": [encoded(item) for item in tuple.__iter__(value)]}
-    if isinstance(value, set | frozenset | KEYS | ITEMS):
+    if isinstance(value, set | frozenset | KEYS | _ITEMS):
         return {"set": [encoded(item) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}

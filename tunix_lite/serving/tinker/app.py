@@ -180,9 +180,7 @@ class TinkerServer(Face):
                 continue
             # All of it goes but what has a name.
             self._end(session)
-            models = [
-                model for model in self.store.all("model") if model.session == session.id
-            ]
+            models = [one for one in self.store.all("model") if one.session == session.id]
             for model in models:
                 file = model.saved
                 # first in the journal, and then on the disk: a file without a record is only waste

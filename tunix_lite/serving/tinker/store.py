@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,7 +144,22 @@ class Store:
         try:
             self._db.executescript(_TABLES)
             for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
-                self._records.setdefault(kind, {})[name] = _record(kind, name, value)
+                record = None
+                # KeyError: of no kind that this server knows.
+                with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                    values = json.loads(value)
+                    record = read(_RECORDS[kind], values)
+                if (
+                    record is None
+                    or record.id != name
+                    or not values.keys() <= vars(record).keys()
+                ):
+                    raise StoreDamaged(
+                        f"{_JOURNAL}: the record {shown(kind)} {shown(name)} is not as expected; "
+                        "it is damaged, or of another version of this server: start that "
+                        "version, or take another folder (state_folder=)"
+                    )
+                self._records[kind][name] = record
         except BaseException:
             # While it is open, no other server gets the folder.
             self._db.close()
@@ -304,23 +319,6 @@ class Store:
 def session_of(owner: str) -> str:
     """The session that a model or a sampler belongs to: `4f2a` of `4f2a:train:0`."""
     return owner.partition(":")[0]
-
-
-def _record(kind: str, name: str, value: str) -> Record:
-    """A record as the journal holds it. Raises StoreDamaged for one that is not as expected."""
-    try:
-        values = json.loads(value)
-        record = read(_RECORDS[kind], values)
-        if record.id == name and values.keys() <= vars(record).keys():
-            return record
-    # KeyError: of no kind that this server knows.
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise StoreDamaged(
-        f"{_JOURNAL}: the record {shown(kind)} {shown(name)} is not as expected; it is damaged, or "
-        "of another version of this server: start that version, or take another folder "
-        "(state_folder=)"
-    )
 
 
 def disk_trouble(error: BaseException | None) -> str | None:

@@ -73,30 +73,31 @@ class LiveModels:
 
     def client(self, model: Model) -> "TrainingClient":
         """The trainer's client of a model, with all that it was asked to do. Raises ValueError."""
+
+        def make() -> "TrainingClient":
+            if (adapters := model.adapters) is None:
+                # There is room for one of them. Another one comes back when its client asks again.
+                for name in [name for name, one in self._clients.items() if one.lora is None]:
+                    self.forget(name)
+                client = self.trainer.full()
+            else:
+                parts = _ATTENTION * adapters.train_attn + _MLP * adapters.train_mlp
+                if not parts:
+                    raise ValueError(
+                        "train_attn and train_mlp are both off: nothing would train"
+                    )
+                targets = f".*/({'|'.join(parts)})"
+                client = self.trainer.adapter(adapters.rank, adapters.seed, targets=targets)
+            if model.saved is not None:
+                client.load(self.store.folder / model.saved, optimizer=True)
+            return client
+
         is_live = model.id in self._clients
-        client = self._newest(self._clients, model.id, partial(self._made, model))
+        client = self._newest(self._clients, model.id, make)
         if not is_live:
             # Gradients since the weights were saved are in no file.
             for done in self.store.gradients_after(model.id, model.saved_seq):
                 self.forward_backward(model, self.store.body(done))
-        return client
-
-    def _made(self, model: Model) -> "TrainingClient":
-        if (adapters := model.adapters) is None:
-            # There is room for one of them. Another one comes back when its client asks again.
-            for name in [name for name, one in self._clients.items() if one.lora is None]:
-                self.forget(name)
-            client = self.trainer.full()
-        else:
-            parts = _ATTENTION * adapters.train_attn + _MLP * adapters.train_mlp
-            if not parts:
-                raise ValueError("train_attn and train_mlp are both off: nothing would train")
-            targets = f".*/({'|'.join(parts)})"
-            client = self.trainer.adapter(
-                rank=adapters.rank, seed=adapters.seed, targets=targets
-            )
-        if model.saved is not None:
-            client.load(self.store.folder / model.saved, optimizer=True)
         return client
 
     def forward_backward(self, model: Model, body: bytes) -> "LossOutput":
