@@ -208,7 +208,7 @@ def test_the_last_owner_of_this_machine_is_not_waited_for(store, quick):
 
 def test_of_two_that_see_the_folder_free_at_once_one_takes_it(store, quick, monkeypatch):
     second = BucketFolder(place_here(RUN), "second")
-    looks = iter([(0, "")])
+    looks = iter([(0, {})])
     real = second._newest
     monkeypatch.setattr(second, "_newest", lambda: next(looks, None) or real())
     with (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,22 @@ def test_what_is_held_out_is_not_trained_on(tokenizer, tmp_path):
     trained = [text for i, text in enumerate(TEXTS) if (i + 1) % 8]
     assert tokens_of(files) == stream_of(tokenizer, trained)
     assert tokens_of(files, "held_out") == stream_of(tokenizer, TEXTS[7::8])
+
+
+def test_files_that_look_alike_in_two_folders_have_tokens_of_their_own(tokenizer, tmp_path):
+    """Of the same name, size and time."""
+    streams = []
+    for text in ("a b c", "d e f"):
+        folder = tmp_path / text[0]
+        folder.mkdir()
+        os.utime(written(folder, "jsonl", [text]), ns=(10**18, 10**18))
+        streams.append(tokens_of(TokenFiles(str(folder / "*.jsonl"), tokenizer, tmp_path / "cache")))
+    assert streams == [stream_of(tokenizer, [text]) for text in ("a b c", "d e f")]
+
+
+def test_a_newline_may_be_written_as_in_python(tmp_path):
+    words = ["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'txt-lines')}"]
+    assert compose([*words, r"task.separator='\n\n'"]).task.separator == "\n\n"
 
 
 # ---- processes
@@ -357,7 +374,6 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         (["generation.long_prompts=drop"], "set generation.long_prompts=error"),
         (["task.attention=all"], "documents or across"),
         (['task.separator="-=-"'], "ends as it begins"),
-        ([r"task.separator='\n\n'"], "in bash write task.separator="),
         (["task.row_tokens=1024"], "set task.row_tokens=512"),
         (["task.held_out_every=1"], "must be 0, or 2 or more"),
         (["task.train=."], "name files in it by a pattern"),

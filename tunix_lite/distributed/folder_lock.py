@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.buckets import send
-from tunix_lite.basics.locks import LOCK, is_held
+from tunix_lite.basics.locks import LOCK, is_held, lock_owner
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.bucket_folder import bring_run, hold_bucket, writes_directly
@@ -129,11 +129,4 @@ def _problem_of_bringing(folder: Path) -> str | None:
             bring_run(folder)
     except ValueError as problem:
         return str(problem)
-    return None
-
-
-def lock_owner(folder: Path) -> str | None:
-    """The text in the lock file, which no two locks share; None if there is none."""
-    with contextlib.suppress(OSError):
-        return (folder / LOCK).read_text().strip()
     return None

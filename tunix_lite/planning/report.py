@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunix_lite.basics.plain_text import counted
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.sizes import shape_line
 from tunix_lite.planning.forecast import Forecast
@@ -126,7 +127,7 @@ def _forecast_lines(found: Forecast) -> list[str]:
     return [
         f"predicted: a step takes {_three_digits(found.step_seconds)} s: {phases}",
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
-        f"  {found.num_steps} steps take {hours}, without starting and evaluating",
+        f"  {counted(found.num_steps, 'step')} take {hours}, without starting and evaluating",
         f"  {found.source}",
         f"  {found.lengths}",
     ]
