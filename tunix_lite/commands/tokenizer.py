@@ -56,7 +56,7 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
 
     numbers = count()
     with error_context("task"):
-        if not any(texts(1)):
+        if not any(texts(2)):
             raise ValueError("there is no text to learn from")
     with error_context(""):
         counted = (text for text, _ in zip(texts(settings.num_examples), numbers))
