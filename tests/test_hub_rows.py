@@ -346,5 +346,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
 def test_without_the_library_the_extra_is_named(monkeypatch):
     hub_rows._builder.cache_clear()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"hub:org/sums: it is read by the datasets library: pip install -e '.\[hub\]'"):
+    with pytest.raises(
+        ValueError, match=r"hub:org/sums: it is read by the datasets library: pip install -e '.\[hub\]'"
+    ):
         pinned("hub:org/sums", "train")

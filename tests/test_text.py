@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+import recorded_runs
 import text_worker
 from conftest import random_params, set_mesh
 
@@ -282,6 +284,38 @@ def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
 
 
 @pytest.mark.wide
+def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
+    """kill -9 in the middle of an epoch, where the text is two files: metrics, arrays and held-out loss are the same."""
+    for name in ("one", "two"):
+        text_worker.write(tmp_path / f"{name}.jsonl")
+    words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
+    run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert recorded_runs.ended(recorded_runs.started(run, whole)) == 0
+    epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
+    step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
+    started = recorded_runs.started(run, again)
+    assert recorded_runs.ended(started, lambda: recorded_runs.last_logged_step(again) > step) == -signal.SIGKILL
+    assert recorded_runs.last_logged_step(again) < len(epochs), "it was not over"
+    assert recorded_runs.ended(recorded_runs.started(run, again)) == 0
+    assert "resumed from step" in (again / "train.log").read_text()
+    assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
+    assert recorded_runs.checkpoint_of(again) == recorded_runs.checkpoint_of(whole)
+
+
+@pytest.mark.wide
+def test_tensor_parallelism_learns_the_same_of_text(alone, tmp_path):
+    corpus, folder, said = alone
+    other = text_worker.learn(str(corpus), str(tmp_path / "tp"), "1,2")
+    assert other["batches"] == said["batches"]
+    for name, values in said["params"].items():
+        np.testing.assert_allclose(other["params"][name], values, atol=1e-5, err_msg=name)
+    for mine, rows in zip(metrics_of(tmp_path / "tp"), metrics_of(folder), strict=True):
+        for name in {"eval/loss", "eval/perplexity", "train/loss"} & rows.keys():
+            assert mine[name] == pytest.approx(rows[name], rel=1e-5), name
+
+
+@pytest.mark.wide
 def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
     corpus, folder, said = alone
     together = tmp_path / "together"
@@ -293,6 +327,7 @@ def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
     # After the check before the run, which reads the first batch: each reads the rows of its own device.
     halves = [one["reads"][4:] for one in both]
     assert sorted([*halves[0], *halves[1]]) == sorted(row for batch in said["batches"][1:] for row in batch)
+    assert "eval/loss" in metrics_of(together)[-1]
     for mine, rows in zip(metrics_of(together), metrics_of(folder)):
         assert mine.keys() == rows.keys()
         for name, value in rows.items():
