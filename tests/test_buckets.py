@@ -233,24 +233,28 @@ def test_the_last_owner_of_this_machine_is_not_waited_for(store, quick):
     assert time.monotonic() - began < 0.3
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_what_a_dead_run_left_here_stays_if_no_other_run_wrote_since(is_same, store, quick):
-    """A kill comes before the copy: the next start of this machine goes on with what is in the place."""
+@pytest.mark.parametrize("is_same, has_all", [(True, True), (False, True), (True, False)])
+def test_what_a_dead_run_left_here_stays_if_no_other_run_wrote_since(is_same, has_all, store, quick):
+    """A kill comes before the copy: the next start of this machine goes on with what is in the place. One that was
+    killed before it had brought everything may have left files of an older run."""
+    is_kept = is_same and has_all
     place, there = place_here(RUN), store / "bucket" / "runs" / "one"
     put(there, **{"model.json": "{}", "metrics.jsonl": "1 row"})
     put_checkpoint(there, 2)
     bring(RUN)
-    BucketFolder(place, "first").take(None, 0)
+    first = BucketFolder(place, "first")
+    first.take(None, 0)
+    first.has_all = has_all
+    first.beat()
     put(place, **{".lock": "first", "metrics.jsonl": "3 rows", "samples/step_000003.jsonl": "new"})
     if not is_same:
         BucketFolder(place, "of another machine").take("first", 0)
-    else:
-        bucket_folder.bring_run(place)  # the look before the lock
-        assert (place / "metrics.jsonl").read_text() == "3 rows"
+    bucket_folder.bring_run(place)  # the look before the lock
+    assert (place / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
     with hold_bucket(place, "second", "first", 0):
-        assert (place / "metrics.jsonl").read_text() == ("3 rows" if is_same else "1 row")
-        assert (place / "samples" / "step_000003.jsonl").exists() == is_same
-    assert (there / "metrics.jsonl").read_text() == ("3 rows" if is_same else "1 row")
+        assert (place / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
+        assert (place / "samples" / "step_000003.jsonl").exists() == is_kept
+    assert (there / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
 
 
 def test_of_two_that_see_the_folder_free_at_once_one_takes_it(store, quick, monkeypatch):

@@ -71,6 +71,12 @@ def explained(place: Path) -> Iterator[None]:
         raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
 
 
+def is_newer_here(lease: dict, owner: str) -> bool:
+    """Returns whether a place is newer than its bucket: the run that had the lease last is this
+    owner of the place's lock, and it had brought everything before it wrote."""
+    return lease.get("owner") == owner and bool(lease.get("has_all"))
+
+
 def bring(
     address: str,
     only: Sequence[str] = ("*",),
@@ -109,7 +115,7 @@ def bring(
         if is_newer is None:
             owner, leases = lock_owner(place), [n for n in there if n.startswith(f"{LEASE}/")]
             lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
-            is_newer = owner is not None and lease.get("owner") == owner
+            is_newer = owner is not None and is_newer_here(lease, owner)
 
         # Checkpoints come if they are whole.
         whole = {match[0] for match in map(STEP.match, there) if match}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, store_of
+from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, is_newer_here, store_of
 from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed import join
 
@@ -59,7 +59,9 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
         last = held.take(before, timeout)
     try:
         with _repeated(BEAT, held.beat):
-            bring_run(place, is_newer=before is not None and last == before)
+            bring_run(place, is_newer=before is not None and is_newer_here(last, before))
+            held.has_all = True
+            held.beat()
             _HELD[place] = held
             try:
                 with _repeated(COPY, held.copy):
@@ -116,6 +118,8 @@ class BucketFolder:
         self._leases = f"{self._root}/{LEASE}"
         self._number = 0
         self._beats = 0
+        # whether the place has all that the bucket had, so that from now on it is newer
+        self.has_all = False
         # why this run may no longer write
         self.lost: str | None = None
         # files as they were copied
@@ -124,25 +128,24 @@ class BucketFolder:
 
     # ---- the lease
 
-    def take(self, dead: str | None, timeout: float) -> str | None:
-        """Takes the lease. Returns who had it last. dead: an owner that is known to be dead. Raises
+    def take(self, dead: str | None, timeout: float) -> dict:
+        """Takes the lease. Returns the last one. dead: an owner that is known to be dead. Raises
         ValueError if its owner lives for `timeout` seconds."""
         started = since = time.monotonic()
-        seen, beats = None, 0
+        seen, beats = None, -1
         while True:
-            number, lease = self._newest()
-            other = lease.get("owner")
-            if lease.get("held") and other != dead:
+            number, last = self._newest()
+            other = last.get("owner")
+            if last.get("held") and other != dead:
                 now = time.monotonic()
-                if lease != seen:
-                    if seen is None:
+                if last != seen:
+                    seen, since, beats = last, now, beats + 1
+                    if not beats:
                         _say(
                             f"waiting for {address_of(self.place)}, which is in use by {other}; "
                             f"without a sign of life it is free in {DEAD:g} s"
                         )
-                    beats += seen is not None
-                    seen, since = lease, now
-                if beats and now - started > timeout:
+                if beats > 0 and now - started > timeout:
                     raise ValueError(
                         f"{address_of(self.place)} is in use by {other}, and was for "
                         f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
@@ -165,7 +168,7 @@ class BucketFolder:
             if number:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._leases}/{number:06d}")
-            return other
+            return last
 
     def _newest(self) -> tuple[int, dict]:
         """The number of the newest lease, and what it says; (0, {}) if there is none."""
@@ -182,6 +185,7 @@ class BucketFolder:
 
     def _write(self, is_held: bool = True, mode: str = "overwrite") -> None:
         lease = {"owner": self.owner, "held": is_held, "beats": self._beats}
+        lease["has_all"] = self.has_all
         name = f"{self._leases}/{self._number:06d}"
         self._fs.pipe_file(name, json.dumps(lease).encode(), mode=mode)
 
