@@ -172,8 +172,8 @@ def test_files_of_text_are_brought_by_their_pattern(store):
 
 
 @pytest.mark.parametrize("name, size, wrong", [
-    ("a.bin", 10**15, r"s3://bucket/data has 1,000,000\.0 GB to bring, .* GB left; TUNIX_LITE_BUCKETS=FOLDER names"),
-    ("a.json", 2**29, "s3://bucket/data/a.json has more than 268,435,456 bytes"),
+    ("a.bin", 10**15, r"s3://bucket/data has 1,000,000\.0 GB to bring, .* GB left; TUNIX_LITE_BUCKETS=FOLDER names another disk"),
+    ("a.json", 2**29, "s3://bucket/data holds 'a.json', which has more than 268,435,456 bytes"),
 ])  # fmt: skip
 def test_what_is_too_large_is_refused_before_it_is_brought(name, size, wrong, store, monkeypatch):
     listing = {f"bucket/data/{name}": {"size": size, "ETag": "1"}}

@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,10 +70,10 @@ def explained(place: Path) -> Iterator[None]:
         raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
 
 
-def is_newer_here(lease: dict, owner: str) -> bool:
+def is_newer_here(lease: dict, owner: str | None) -> bool:
     """Returns whether a place is newer than its bucket: the run that had the lease last is this
     owner of the place's lock, and it had brought everything before it wrote."""
-    return lease.get("owner") == owner and bool(lease.get("has_all"))
+    return owner is not None and lease.get("owner") == owner and bool(lease.get("has_all"))
 
 
 def bring(
@@ -89,9 +88,8 @@ def bring(
     only: patterns of the names to bring. is_mine: this process will write there; the folder may not
     be there yet, and what the bucket does not hold is removed from its place. Otherwise a place in
     which a run of this machine writes stays as it is. with_arrays: False: of checkpoints only the
-    files beside their arrays. is_newer: whether the last run that wrote there did so from this
-    place, so that its files stay; None: by the lease. Raises ValueError if nothing has that name,
-    it does not fit on the disk, or the store cannot be reached.
+    files beside their arrays. is_newer: files that are here stay; None: if the lease says so.
+    Raises ValueError if nothing has that name, it is too large, or the store cannot be reached.
     """
     place = place_here(address)
     record = place.parent / f".{place.name}.bucket"
@@ -102,24 +100,27 @@ def bring(
         if not is_mine and is_held(place):
             return place
         fs, root = store_of(place)
-        there = {
-            name.removeprefix(root).lstrip("/"): info
-            for name, info in fs.find(root, detail=True).items()
-        }
+        found = fs.find(root, detail=True).items()
+        there = {name.removeprefix(root).lstrip("/"): info for name, info in found}
         # The bucket may be somebody else's.
         for name, info in there.items():
-            if ".." in name.split("/"):
-                raise ValueError(f"{address} holds {shown(name)}, which is no name of a file")
-            if name.endswith((".json", ".jinja", ".yaml")) and info["size"] > MOST_SETTINGS:
-                raise ValueError(f"{address}/{name} has more than {MOST_SETTINGS:,} bytes")
+            is_named = ".." not in name.split("/")
+            are_settings = name.endswith((".json", ".jinja", ".yaml"))
+            if not is_named or (are_settings and info["size"] > MOST_SETTINGS):
+                why = (
+                    f"has more than {MOST_SETTINGS:,} bytes"
+                    if is_named
+                    else "is no name of a file"
+                )
+                raise ValueError(f"{address} holds {shown(name)}, which {why}")
         if is_newer is None:
-            owner, leases = lock_owner(place), [n for n in there if n.startswith(f"{LEASE}/")]
+            leases = [name for name in there if name.startswith(f"{LEASE}/")]
             lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
-            is_newer = owner is not None and is_newer_here(lease, owner)
+            is_newer = is_newer_here(lease, lock_owner(place))
 
         # Checkpoints come if they are whole.
-        whole = {match[0] for match in map(STEP.match, there) if match}
-        whole = {step for step in whole if step + WHOLE in there}
+        steps = {match[0] for match in map(STEP.match, there) if match}
+        whole = {step for step in steps if step + WHOLE in there}
 
         def counts(name: str) -> bool:
             if (match := STEP.match(name)) is None:
@@ -144,41 +145,40 @@ def bring(
         with contextlib.suppress(ValueError):
             known = json.loads(file.read())
         # What is gone in the bucket is gone here, too.
-        gone = [name for name in known if name not in there]
+        local = known
         if is_mine or RUN in there:
-            local = (path.relative_to(place).as_posix() for path in place.rglob("*"))
-            gone = [n for n in local if n not in there and not _OWN.fullmatch(n)]
-        for path in () if is_newer else map(place.joinpath, gone):
-            if path.is_file():
-                path.unlink()
-        for folder in [*place.glob("checkpoints/*"), *place.glob("reference/*")]:
-            if not is_newer and f"{folder.relative_to(place)}/" not in whole:
-                shutil.rmtree(folder)
-        known = {
-            name: known.get(name)
-            for name in there
-            if known.get(name) == now(name) or (is_newer and (place / name).is_file())
-        }
-        wanted = [
-            n for n in there if n not in known and any(fnmatch.fnmatch(n, p) for p in only)
+            files = (path.relative_to(place).as_posix() for path in place.rglob("*"))
+            local = [name for name in files if not _OWN.fullmatch(name)]
+        for name in () if is_newer else [name for name in local if name not in there]:
+            if (place / name).is_file():
+                (place / name).unlink()
+            elif STEP.fullmatch(f"{name}/") and f"{name}/" not in whole:
+                shutil.rmtree(place / name, ignore_errors=True)
+        stays = [
+            n for n in there if is_newer and (place / n).is_file() or known.get(n) == now(n)
         ]
+        asked = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
+        wanted = sorted({*asked}.difference(stays))
         size = sum(there[name]["size"] for name in wanted)
         if size > (free := shutil.disk_usage(place.parent).free):
-            raise ValueError(
-                f"{address} has {size / 1e9:,.1f} GB to bring, and {copies()} has {free / 1e9:,.1f}"
-                f" GB left; {COPIES}=FOLDER names a place on another disk"
+            needs = (
+                f"{size / 1e9:,.1f} GB to bring, and {copies()} has {free / 1e9:,.1f} GB left"
             )
+            raise ValueError(f"{address} has {needs}; {COPIES}=FOLDER names another disk")
 
         # Under other names first: a file is here as a whole, or not.
+        half = place.parent / f".{place.name}.half"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        parts = [half / str(i) for i in range(len(wanted))]
         if wanted:
-            with tempfile.TemporaryDirectory(dir=place.parent) as half:
-                parts = [Path(half, str(i)) for i in range(len(wanted))]
-                fs.get([f"{root}/{n}".rstrip("/") for n in wanted], [*map(str, parts)])
-                for name, part in zip(wanted, parts):
-                    (place / name).parent.mkdir(parents=True, exist_ok=True)
-                    part.replace(place / name)
+            fs.get([f"{root}/{n}".rstrip("/") for n in wanted], [*map(str, parts)])
+        for name, part in zip(wanted, parts):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            part.replace(place / name)
+        half.rmdir()
         file.truncate(0)
-        file.write(json.dumps(known | {name: now(name) for name in wanted}))
+        file.write(json.dumps({name: now(name) for name in {*stays, *wanted}}))
     return place
 
 

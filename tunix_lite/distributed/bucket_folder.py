@@ -59,7 +59,7 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
         last = held.take(before, timeout)
     try:
         with _repeated(BEAT, held.beat):
-            bring_run(place, is_newer=before is not None and is_newer_here(last, before))
+            bring_run(place, is_newer=is_newer_here(last, before))
             held.has_all = True
             held.beat()
             _HELD[place] = held
