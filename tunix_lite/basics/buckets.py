@@ -76,6 +76,24 @@ def is_newer_here(lease: dict, owner: str | None) -> bool:
     return owner is not None and lease.get("owner") == owner and bool(lease.get("has_all"))
 
 
+def _listed(fs: "fsspec.AbstractFileSystem", root: str, address: str) -> dict[str, dict]:
+    """What the store says of each object below a name. Raises ValueError for what must not come:
+    the bucket may be somebody else's."""
+    found = fs.find(root, detail=True).items()
+    there = {name.removeprefix(root).lstrip("/"): info for name, info in found}
+    for name, info in there.items():
+        is_named = ".." not in name.split("/")
+        are_settings = name.endswith((".json", ".jinja", ".yaml"))
+        if not is_named or (are_settings and info["size"] > MOST_SETTINGS):
+            why = (
+                f"has more than {MOST_SETTINGS:,} bytes"
+                if is_named
+                else "is no name of a file"
+            )
+            raise ValueError(f"{address} holds {shown(name)}, which {why}")
+    return there
+
+
 def bring(
     address: str,
     only: Sequence[str] = ("*",),
@@ -100,19 +118,7 @@ def bring(
         if not is_mine and is_held(place):
             return place
         fs, root = store_of(place)
-        found = fs.find(root, detail=True).items()
-        there = {name.removeprefix(root).lstrip("/"): info for name, info in found}
-        # The bucket may be somebody else's.
-        for name, info in there.items():
-            is_named = ".." not in name.split("/")
-            are_settings = name.endswith((".json", ".jinja", ".yaml"))
-            if not is_named or (are_settings and info["size"] > MOST_SETTINGS):
-                why = (
-                    f"has more than {MOST_SETTINGS:,} bytes"
-                    if is_named
-                    else "is no name of a file"
-                )
-                raise ValueError(f"{address} holds {shown(name)}, which {why}")
+        there = _listed(fs, root, address)
         if is_newer is None:
             leases = [name for name in there if name.startswith(f"{LEASE}/")]
             lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
@@ -155,7 +161,7 @@ def bring(
             elif STEP.fullmatch(f"{name}/") and f"{name}/" not in whole:
                 shutil.rmtree(place / name, ignore_errors=True)
         stays = [
-            n for n in there if is_newer and (place / n).is_file() or known.get(n) == now(n)
+            n for n in there if (is_newer and (place / n).is_file()) or known.get(n) == now(n)
         ]
         asked = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
         wanted = sorted({*asked}.difference(stays))
