@@ -16,6 +16,9 @@ from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed import bucket_folder
 from tunix_lite.distributed.bucket_folder import BucketFolder, held_bucket, hold_bucket
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.tasks.token_files import TokenFiles, files_of
 
 RUN = "s3://bucket/runs/one"
 
@@ -155,6 +158,30 @@ def test_a_name_that_leads_out_of_the_place_is_refused(store, monkeypatch, tmp_p
         bring("s3://bucket/data")
 
 
+def test_files_of_text_are_brought_by_their_pattern(store):
+    corpus = {"corpus/a.jsonl": '{"text": "a"}', "corpus/more/b.jsonl": '{"text": "b"}', "corpus/c.bin": "0"}
+    put(store / "bucket", **corpus)
+    patterns = {"*.jsonl": ["a"], "**/*.jsonl": ["a", "b"], "a.jsonl": ["a"]}
+    for pattern, texts in patterns.items():
+        files = TokenFiles(f"s3://bucket/corpus/{pattern}", Tokenizer.load(BUNDLED), store / "cache")
+        assert [*files.texts(None)] == texts, pattern
+        assert files.rows("train", 8).num_documents == len(texts)
+    assert not (place_here("s3://bucket/corpus") / "c.bin").exists()
+    with pytest.raises(ValueError, match=r"s3://bucket/corpus/\*.txt names no file"):
+        files_of("s3://bucket/corpus/*.txt")
+
+
+@pytest.mark.parametrize("name, size, wrong", [
+    ("a.bin", 10**15, r"s3://bucket/data has 1,000,000\.0 GB to bring, .* GB left; TUNIX_LITE_BUCKETS=FOLDER names another disk"),
+    ("a.json", 2**29, "s3://bucket/data holds 'a.json', which has more than 268,435,456 bytes"),
+])  # fmt: skip
+def test_what_is_too_large_is_refused_before_it_is_brought(name, size, wrong, store, monkeypatch):
+    listing = {f"bucket/data/{name}": {"size": size, "ETag": "1"}}
+    monkeypatch.setattr(buckets.file_system("s3"), "find", lambda *_, **__: listing)
+    with pytest.raises(ValueError, match=wrong):
+        bring("s3://bucket/data")
+
+
 def test_results_of_a_command_go_to_the_bucket(store):
     place = place_here("s3://bucket/model")
     put(place, **{"old.json": "1"})
@@ -206,9 +233,33 @@ def test_the_last_owner_of_this_machine_is_not_waited_for(store, quick):
     assert time.monotonic() - began < 0.3
 
 
+@pytest.mark.parametrize("is_same, has_all", [(True, True), (False, True), (True, False)])
+def test_what_a_dead_run_left_here_stays_if_no_other_run_wrote_since(is_same, has_all, store, quick):
+    """A kill comes before the copy: the next start of this machine goes on with what is in the place. One that was
+    killed before it had brought everything may have left files of an older run."""
+    is_kept = is_same and has_all
+    place, there = place_here(RUN), store / "bucket" / "runs" / "one"
+    put(there, **{"model.json": "{}", "metrics.jsonl": "1 row"})
+    put_checkpoint(there, 2)
+    bring(RUN)
+    first = BucketFolder(place, "first")
+    first.take(None, 0)
+    first.has_all = has_all
+    first.beat()
+    put(place, **{".lock": "first", "metrics.jsonl": "3 rows", "samples/step_000003.jsonl": "new"})
+    if not is_same:
+        BucketFolder(place, "of another machine").take("first", 0)
+    bucket_folder.bring_run(place)  # the look before the lock
+    assert (place / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
+    with hold_bucket(place, "second", "first", 0):
+        assert (place / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
+        assert (place / "samples" / "step_000003.jsonl").exists() == is_kept
+    assert (there / "metrics.jsonl").read_text() == ("3 rows" if is_kept else "1 row")
+
+
 def test_of_two_that_see_the_folder_free_at_once_one_takes_it(store, quick, monkeypatch):
     second = BucketFolder(place_here(RUN), "second")
-    looks = iter([(0, "")])
+    looks = iter([(0, {})])
     real = second._newest
     monkeypatch.setattr(second, "_newest", lambda: next(looks, None) or real())
     with (
@@ -277,7 +328,7 @@ def test_checkpoints_that_orbax_removes_here_go_in_the_bucket_but_never_the_newe
     put_checkpoint(there, 6, whole=False)
     with hold_bucket(place, "first", None, 0):
         left = lambda: sorted(path.parent.name for path in there.glob(f"checkpoints/*/{buckets.WHOLE}"))  # noqa: E731
-        assert left() == ["2", "4"] and not [*there.glob("checkpoints/6/default/*")]
+        assert left() == ["2", "4"]
         for file in sorted((place / "checkpoints").rglob("*"), reverse=True):
             file.rmdir() if file.is_dir() else file.unlink()
         held_bucket(place).copy()
@@ -285,3 +336,6 @@ def test_checkpoints_that_orbax_removes_here_go_in_the_bucket_but_never_the_newe
         put_checkpoint(place, 4)
         held_bucket(place).copy()
         assert left() == ["4"]
+        put_checkpoint(place, 8)
+        held_bucket(place).copy()
+        assert left() == ["4"] and not [*there.glob("checkpoints/6/default/*")], "a dead run had not finished it"

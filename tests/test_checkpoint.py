@@ -94,7 +94,7 @@ def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path
     (half / "default").mkdir(parents=True)
     (half / "default" / "something").write_text("half")
     again = Checkpoints(tmp_path)
-    assert again.latest_step() == 2 and again.steps() == [2] and again.skipped_in_a_row(2) == 0
+    assert again.latest_step() == 2 and again.steps() == [2] and again.about(2)[0] == 0
     restored = again.restore(jax.tree.map(jnp.zeros_like, state_of(0)))
     np.testing.assert_array_equal(restored.params["w"], np.full((8, 2), 2))
     assert again.restore_params(shapes(state_of(0).params))[0] == 2
@@ -139,12 +139,12 @@ def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
 
 def test_how_many_updates_were_skipped_is_kept(tmp_path):
     checkpoints = saved(tmp_path, 1, 3)
-    assert [checkpoints.skipped_in_a_row(step) for step in (1, 3)] == [0, 2]
+    assert [checkpoints.about(step)[0] for step in (1, 3)] == [0, 2]
     (tmp_path / "3" / "about.json").unlink()
-    assert checkpoints.skipped_in_a_row(3) == 0, "a copy may have lost it"
+    assert checkpoints.about(3)[0] == 0, "a copy may have lost it"
     (tmp_path / "3" / "about.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=rf"^step 3 cannot be read \(.+\); remove {tmp_path}/3 to go on from step 1$"):
-        checkpoints.skipped_in_a_row(3)
+        checkpoints.about(3)[0]
 
 
 def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):

@@ -95,7 +95,7 @@ def test_the_loss_of_held_out_rows_is_that_of_the_checkpoint_in_float64(stopped)
 def test_a_run_ends_when_nothing_was_better_for_so_long_and_says_so(stopped):
     assert [row["step"] for row in rows_of(stopped)] == [0, 1, 2, 3, 4]
     status = json.loads((stopped / "status.json").read_text())
-    said = "early stopping: the best mine/score is 3 at step 2, and 2 later measurements were no better"
+    said = "early stopping: the best mine/score is 3 at step 2, and nothing was better in 2 measurements after it"
     assert status["status"] == "completed" and status["early_stopping"].startswith(said)
     assert said in (stopped / "train.log").read_text()
     losses = [row["eval/loss"] for row in rows_of(stopped)]
@@ -284,7 +284,7 @@ def test_the_start_names_what_is_measured_and_the_rate_of_all_devices(tmp_path):
     panel = dict(startup_summary(parts, RunDir(tmp_path))[1])
     assert panel["held out"] == "loss of 10 rows at each evaluation"
     assert panel["best"] == (
-        "lowest eval/loss: 2 checkpoints are kept, and 3 measurements in a row that are no new best end the run"
+        "lowest eval/loss: 2 checkpoints kept, and the run ends after 3 measurements without a new best"
     )
     assert "0.01 x 4 shards = 0.04" in panel["optimizer"]
 

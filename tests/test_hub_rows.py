@@ -164,16 +164,13 @@ def test_a_folder_in_the_layout_of_the_hub_is_read_alike(folder):
         _ = compose([*words, "task.fields={completion: solution}"]).task.source.train
 
 
-def test_text_of_the_hub_becomes_a_file_once(folder, tmp_path):
+def test_text_of_the_hub_is_read_from_its_cache(folder, tmp_path):
     name = f"hub:{folder(OLD)}:main"
     words = ["algorithm=sft", "task=text", f"task.train={name}", f"task.held_out={name}", "task.field=problem"]
     config = compose([*words, f"task.cache={tmp_path / 'text'}", "task.row_tokens=8"]).task
     assert [*config.texts(None)] == ["1 + 0", "2 + 0", "3 + 0"] and [*config.texts(2)] == ["1 + 0", "2 + 0"]
-    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "text" / "hub").glob("*/*.parquet")}
-    assert sorted(file.name for file in files) == ["test.parquet", "train.parquet"]
     source = replace(config.source, tokenizer=Tokenizer.load(BUNDLED))
     assert source.train.num_documents == 3 and source.held_out.num_documents == 1
-    assert files == {file: file.stat().st_mtime_ns for file in files}
 
 
 @pytest.mark.parametrize(
@@ -260,5 +257,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
 def test_without_the_library_the_extra_is_named(monkeypatch):
     hub_rows._builder.cache_clear()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"hub:org/sums is read by the datasets library: pip install -e '.\[hub\]'"):
+    with pytest.raises(
+        ValueError, match=r"hub:org/sums: it is read by the datasets library: pip install -e '.\[hub\]'"
+    ):
         pinned("hub:org/sums", "train")

@@ -1,6 +1,7 @@
 """model.target_params: shapes by one rule, as many parameters as asked, shown before and kept after a run."""
 
 import json
+import re
 
 import pytest
 
@@ -31,11 +32,11 @@ COUNTS = {"5M": 5e6, "60M": 60e6, "1.2B": 1.2e9, "1M": 1e6, "20m": 20e6, "124M":
 @pytest.mark.parametrize("vocab", [512, 8192, 49_152])
 def test_a_model_has_as_many_parameters_as_asked(asked, vocab):
     if vocab == 49_152 and asked in ("1M", "5M"):  # the embedding alone has as many
-        says = (
-            f"target_params={asked}: no shape of the rule .* 49,152 tokens, whose embedding has 3,145,728 at width 64"
-        )
-        with pytest.raises(ValueError, match=says):
+        says = f"target_params={asked}: no shape of the rule .* 49,152 tokens; the nearest has .*: model.target_params="
+        with pytest.raises(ValueError, match=says) as error:
             sized(BASE, asked, vocab)
+        nearest = int(re.search(r"model.target_params=(\d+)", str(error.value))[1])
+        assert num_params(decoder.weights(sized(BASE, nearest, vocab))) == nearest > COUNTS[asked]
         return
     cfg = sized(BASE, asked, vocab)
     count = num_params(decoder.weights(cfg))
@@ -44,6 +45,11 @@ def test_a_model_has_as_many_parameters_as_asked(asked, vocab):
     assert cfg.num_heads * cfg.head_dim == cfg.embed_dim and cfg.num_heads == 4 * cfg.num_kv_heads
     assert 2 * cfg.embed_dim <= cfg.mlp_dim <= 4 * cfg.embed_dim and cfg.query_scale == cfg.head_dim
     assert set(cfg.kinds) == {"global"}, "stories are longer than the window of the bundled model"
+
+
+def test_a_number_may_be_written_in_any_way():
+    shapes = [locate(compose(["model=random", f"model.target_params={x}"]).model).cfg for x in ("5e6", "5000000", "5m")]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_depth_and_width_grow_together():
@@ -66,12 +72,17 @@ def test_any_family_has_any_size(family):
     [
         (["model=random", "model.target_params=many"], "model: target_params=many: write a number such as 5M, 1.2B"),
         (["model=random", "model.target_params=0"], "model: target_params=0: write a number such as"),
+        (["model=random", "model.target_params=10K"], "the nearest has 67,936: model.target_params=67936"),
+        (
+            ["model=random", "model.target_params=5M", "model.architecture.num_layers=2", "seed=1"],
+            "model.architecture.num_layers=2 would change nothing; write model=random model.target_params=5M seed=1, or",
+        ),
         (["model.target_params=5M"], "weights=bundled have a size; model=random model.target_params=5M"),
     ],
 )
 def test_a_wrong_number_of_parameters_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        compose(words)
+        locate(compose(words).model)
 
 
 def test_the_shape_is_shown_and_kept():

@@ -115,7 +115,7 @@ def test_a_file_in_a_form_trains_as_it_is_and_the_start_says_which(tmp_path):
 def test_a_wrong_turn_of_sharegpt_is_named_with_its_line(tmp_path):
     rows = [{"conversations": [{"from": "human", "value": "hi"}]}, {"conversations": [{"from": "bot", "value": "x"}]}]
     task = task_of("algorithm=sft", "task=chat", f"task.train={lines(tmp_path / 's.jsonl', rows)}")
-    with pytest.raises(ValueError, match=r"s.jsonl, line 2: `conversations` holds .*'bot'.* has `from` \(human, user"):
+    with pytest.raises(ValueError, match=r"s.jsonl, line 2: `conversations` holds .*'bot'.* has `from` \(human, gpt"):
         _ = task.config.source.train
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+import recorded_runs
 import text_worker
 from conftest import random_params, set_mesh
 
@@ -143,6 +146,22 @@ def test_what_is_held_out_is_not_trained_on(tokenizer, tmp_path):
     assert tokens_of(files, "held_out") == stream_of(tokenizer, TEXTS[7::8])
 
 
+def test_files_that_look_alike_in_two_folders_have_tokens_of_their_own(tokenizer, tmp_path):
+    """Of the same name, size and time."""
+    streams = []
+    for text in ("a b c", "d e f"):
+        folder = tmp_path / text[0]
+        folder.mkdir()
+        os.utime(written(folder, "jsonl", [text]), ns=(10**18, 10**18))
+        streams.append(tokens_of(TokenFiles(str(folder / "*.jsonl"), tokenizer, tmp_path / "cache")))
+    assert streams == [stream_of(tokenizer, [text]) for text in ("a b c", "d e f")]
+
+
+def test_a_newline_may_be_written_as_in_python(tmp_path):
+    words = ["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'txt-lines')}"]
+    assert compose([*words, r"task.separator='\n\n'"]).task.separator == "\n\n"
+
+
 # ---- processes
 
 
@@ -265,6 +284,38 @@ def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
 
 
 @pytest.mark.wide
+def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
+    """kill -9 in the middle of an epoch, where the text is two files: metrics, arrays and held-out loss are the same."""
+    for name in ("one", "two"):
+        text_worker.write(tmp_path / f"{name}.jsonl")
+    words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
+    run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert recorded_runs.ended(recorded_runs.started(run, whole)) == 0
+    epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
+    step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
+    started = recorded_runs.started(run, again)
+    assert recorded_runs.ended(started, lambda: recorded_runs.last_logged_step(again) > step) == -signal.SIGKILL
+    assert recorded_runs.last_logged_step(again) < len(epochs), "it was not over"
+    assert recorded_runs.ended(recorded_runs.started(run, again)) == 0
+    assert "resumed from step" in (again / "train.log").read_text()
+    assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
+    assert recorded_runs.checkpoint_of(again) == recorded_runs.checkpoint_of(whole)
+
+
+@pytest.mark.wide
+def test_tensor_parallelism_learns_the_same_of_text(alone, tmp_path):
+    corpus, folder, said = alone
+    other = text_worker.learn(str(corpus), str(tmp_path / "tp"), "1,2")
+    assert other["batches"] == said["batches"]
+    for name, values in said["params"].items():
+        np.testing.assert_allclose(other["params"][name], values, atol=1e-5, err_msg=name)
+    for mine, rows in zip(metrics_of(tmp_path / "tp"), metrics_of(folder), strict=True):
+        for name in {"eval/loss", "eval/perplexity", "train/loss"} & rows.keys():
+            assert mine[name] == pytest.approx(rows[name], rel=1e-5), name
+
+
+@pytest.mark.wide
 def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
     corpus, folder, said = alone
     together = tmp_path / "together"
@@ -276,6 +327,7 @@ def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
     # After the check before the run, which reads the first batch: each reads the rows of its own device.
     halves = [one["reads"][4:] for one in both]
     assert sorted([*halves[0], *halves[1]]) == sorted(row for batch in said["batches"][1:] for row in batch)
+    assert "eval/loss" in metrics_of(together)[-1]
     for mine, rows in zip(metrics_of(together), metrics_of(folder)):
         assert mine.keys() == rows.keys()
         for name, value in rows.items():
@@ -357,7 +409,6 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         (["generation.long_prompts=drop"], "set generation.long_prompts=error"),
         (["task.attention=all"], "documents or across"),
         (['task.separator="-=-"'], "ends as it begins"),
-        ([r"task.separator='\n\n'"], "in bash write task.separator="),
         (["task.row_tokens=1024"], "set task.row_tokens=512"),
         (["task.held_out_every=1"], "must be 0, or 2 or more"),
         (["task.train=."], "name files in it by a pattern"),

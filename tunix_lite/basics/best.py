@@ -1,33 +1,20 @@
 """The best value of a metric over a run: which step has it, and for how long nothing was better."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# last parts of the names of metrics, or their beginnings, of which less or more is better
-_LOWEST = (
-    "loss",
-    "dpo_loss",
-    "perplexity",
-    "teacher_",
-    "truncated",
-    "sampled_truncated",
-    "failed",
+from tunix_lite.basics.plain_text import counted
+
+# beginnings of the last part of the names of metrics of which less, or more, is better
+_LOWEST = re.compile(r"(dpo_)?loss|perplexity|teacher_|(sampled_)?truncated|failed")
+_HIGHEST = re.compile(
+    r"(token_|pair_)?accuracy|margin|(sampled_)?reward|(avg|pass|maj)_at_|rouge_|exact_match|correct"
 )
-_HIGHEST = (
-    "accuracy",
-    "token_accuracy",
-    "pair_accuracy",
-    "margin",
-    "reward",
-    "sampled_reward",
-)
-_HIGHEST += ("avg_at_", "pass_at_", "maj_at_", "rouge_", "exact_match", "correct")
 # metrics of eval/ that come of the loss of held-out rows; the others come of completions
 OF_LOSS = ("loss", "dpo_loss", "perplexity", "token_accuracy", "margin", "pair_accuracy")
 OF_LOSS += ("teacher_kl", "teacher_divergence")
-# parts of metrics that depend on the clock or the machine
-_OF_THE_MACHINE = ("time", "perf", "memory")
 
 
 def is_lower_better(metric: str, best_is: str = "auto") -> bool:
@@ -35,21 +22,18 @@ def is_lower_better(metric: str, best_is: str = "auto") -> bool:
     Raises ValueError for a name that says nothing, or that is of the clock.
     Example: is_lower_better("eval/loss") is true."""
     part, _, name = metric.partition("/")
-    if not part or not name or part in _OF_THE_MACHINE:
+    if not part or not name or part in ("time", "perf", "memory"):
         raise ValueError(
             f"best_metric={metric!r} is no metric of learning; write it as metrics.jsonl does, "
             "such as training.best_metric=eval/loss"
         )
-    if best_is != "auto":
-        return best_is == "lowest"
-    if part == "reward" or name.startswith(_HIGHEST):
-        return False
-    if not name.startswith(_LOWEST):
+    is_highest = part == "reward" or _HIGHEST.match(name)
+    if best_is == "auto" and not is_highest and not _LOWEST.match(name):
         raise ValueError(
             f"best_metric={metric}: its name does not say what is better; add "
             "training.best_is=highest or training.best_is=lowest"
         )
-    return True
+    return best_is == "lowest" if best_is != "auto" else not is_highest
 
 
 class Ranked(NamedTuple):
@@ -89,12 +73,11 @@ class Best:
         that end it; None: none do."""
         if patience is None or self.since < patience:
             return ""
-        at = (
-            "was never a number"
-            if self.step is None
-            else f"{self.value:.6g} at step {self.step}"
-        )
+        at = "was never a number"
+        if self.step is not None:
+            at = f"is {self.value:.6g} at step {self.step}"
         return (
-            f"early stopping: the best {self.metric} is {at}, and {self.since} later measurements "
-            f"were no better (training.early_stopping_patience={patience})"
+            f"early stopping: the best {self.metric} {at}, and nothing was better in "
+            f"{counted(self.since, 'measurement')} after it "
+            f"(training.early_stopping_patience={patience})"
         )

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_lite.basics.addresses import STORES, address_of, place_here
-from tunix_lite.basics.locks import is_held
+from tunix_lite.basics.addresses import COPIES, STORES, address_of, copies, place_here
+from tunix_lite.basics.locks import is_held, lock_owner
 from tunix_lite.basics.plain_text import shown
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ STEP = re.compile(r"(?:checkpoints|reference)/\d+/")
 _DIGESTS = "digests.json"
 # The file that every folder of a run has.
 RUN = "model.json"
+# Most bytes of a file of settings: the largest, digests.json, has some 200 for each file.
+MOST_SETTINGS = 2**28
 # What a run's folder holds that is of this machine: bringing it anew leaves these as they are.
 _OWN = re.compile(r"\.lock|\.hydra/.*|launch/.*")
 
@@ -63,9 +65,33 @@ def explained(place: Path) -> Iterator[None]:
         raise
     # What the stores raise is not known here.
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0][:300]}"
+        line, *_ = str(error).strip().splitlines() or [""]
+        why = f"{type(error).__name__}: {line[:300]}"
         raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
+
+
+def is_newer_here(lease: dict, owner: str | None) -> bool:
+    """Returns whether a place is newer than its bucket: the run that had the lease last is this
+    owner of the place's lock, and it had brought everything before it wrote."""
+    return owner is not None and lease.get("owner") == owner and bool(lease.get("has_all"))
+
+
+def _listed(fs: "fsspec.AbstractFileSystem", root: str, address: str) -> dict[str, dict]:
+    """What the store says of each object below a name. Raises ValueError for what must not come:
+    the bucket may be somebody else's."""
+    found = fs.find(root, detail=True).items()
+    there = {name.removeprefix(root).lstrip("/"): info for name, info in found}
+    for name, info in there.items():
+        is_named = ".." not in name.split("/")
+        are_settings = name.endswith((".json", ".jinja", ".yaml"))
+        if not is_named or (are_settings and info["size"] > MOST_SETTINGS):
+            why = (
+                f"has more than {MOST_SETTINGS:,} bytes"
+                if is_named
+                else "is no name of a file"
+            )
+            raise ValueError(f"{address} holds {shown(name)}, which {why}")
+    return there
 
 
 def bring(
@@ -73,14 +99,15 @@ def bring(
     only: Sequence[str] = ("*",),
     is_mine: bool = False,
     with_arrays: bool = True,
+    is_newer: bool | None = None,
 ) -> Path:
     """Brings a file or a folder to its place, as far as it is not there already. Returns the place.
 
     only: patterns of the names to bring. is_mine: this process will write there; the folder may not
     be there yet, and what the bucket does not hold is removed from its place. Otherwise a place in
     which a run of this machine writes stays as it is. with_arrays: False: of checkpoints only the
-    files beside their arrays. Raises ValueError if nothing has that name, or the store cannot be
-    reached.
+    files beside their arrays. is_newer: files that are here stay; None: if the lease says so.
+    Raises ValueError if nothing has that name, it is too large, or the store cannot be reached.
     """
     place = place_here(address)
     record = place.parent / f".{place.name}.bucket"
@@ -91,74 +118,73 @@ def bring(
         if not is_mine and is_held(place):
             return place
         fs, root = store_of(place)
-        there = {
-            name.removeprefix(root).lstrip("/"): info
-            for name, info in fs.find(root, detail=True).items()
-        }
-        # The bucket may be somebody else's.
-        if outside := [name for name in there if ".." in name.split("/")]:
-            raise ValueError(
-                f"{address} holds {shown(outside[0])}, which is no name of a file"
-            )
+        there = _listed(fs, root, address)
+        if is_newer is None:
+            leases = [name for name in there if name.startswith(f"{LEASE}/")]
+            lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
+            is_newer = is_newer_here(lease, lock_owner(place))
+
+        # Checkpoints come if they are whole.
         steps = {match[0] for match in map(STEP.match, there) if match}
         whole = {step for step in steps if step + WHOLE in there}
-        names = [n for n in there if not STEP.match(n) and not n.startswith(f"{LEASE}/")]
-        if not (names or whole or is_mine):
+
+        def counts(name: str) -> bool:
+            if (match := STEP.match(name)) is None:
+                return not name.startswith(f"{LEASE}/")
+            # Without digests no copy counts as whole.
+            is_beside = name.count("/") == 2 and not name.endswith(f"/{_DIGESTS}")
+            return match[0] in whole and (with_arrays or is_beside)
+
+        there = {name: info for name, info in there.items() if counts(name)}
+        if not there and not is_mine:
             raise ValueError(f"{address}: the bucket has nothing of that name")
 
-        # What is gone in the bucket is gone here, too.
+        # Files are compared by what the store and this disk say of them.
+        def now(name: str) -> list:
+            tags = (there[name].get(key) for key in ("ETag", "generation", "mtime", "size"))
+            stat = (place / name).stat() if (place / name).is_file() else None
+            return [[str(tag) for tag in tags], stat and [stat.st_size, stat.st_mtime_ns]]
+
         file.seek(0)
         known = {}
         # A kill may have cut it off.
         with contextlib.suppress(ValueError):
             known = json.loads(file.read())
-        gone = [name for name in known if name not in names]
-        if is_mine or RUN in names:
-            local = [path.relative_to(place).as_posix() for path in place.rglob("*")]
-            gone = [n for n in local if n not in names and not _OWN.fullmatch(n)]
-            for folder in [*place.glob("checkpoints/*"), *place.glob("reference/*")]:
-                if f"{folder.relative_to(place)}/" not in whole:
-                    shutil.rmtree(folder)
-        for path in (place / name for name in gone if not STEP.match(name)):
-            if path.is_file():
-                path.unlink()
-
-        # Files are compared by what the store and this disk say of them; checkpoints below.
-        def now(name: str) -> list:
-            info = there[name]
-            tag = info.get("ETag") or info.get("generation") or info.get("mtime")
-            stat = (place / name).stat() if (place / name).is_file() else None
-            return [str(tag), info["size"], stat and stat.st_size, stat and stat.st_mtime_ns]
-
-        known = {name: known[name] for name in names if known.get(name) == now(name)}
-        wanted = [
-            n for n in names if n not in known and any(fnmatch.fnmatch(n, p) for p in only)
+        # What is gone in the bucket is gone here, too.
+        local = known
+        if is_mine or RUN in there:
+            files = (path.relative_to(place).as_posix() for path in place.rglob("*"))
+            local = [name for name in files if not _OWN.fullmatch(name)]
+        for name in () if is_newer else [name for name in local if name not in there]:
+            if (place / name).is_file():
+                (place / name).unlink()
+            elif STEP.fullmatch(f"{name}/") and f"{name}/" not in whole:
+                shutil.rmtree(place / name, ignore_errors=True)
+        stays = [
+            n for n in there if (is_newer and (place / n).is_file()) or known.get(n) == now(n)
         ]
-        if wanted:
-            there_now = [f"{root}/{name}".rstrip("/") for name in wanted]
-            fs.get(there_now, [str(place / name) for name in wanted])
-        known |= {name: now(name) for name in wanted}
+        asked = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
+        wanted = sorted({*asked}.difference(stays))
+        size = sum(there[name]["size"] for name in wanted)
+        if size > (free := shutil.disk_usage(place.parent).free):
+            needs = (
+                f"{size / 1e9:,.1f} GB to bring, and {copies()} has {free / 1e9:,.1f} GB left"
+            )
+            raise ValueError(f"{address} has {needs}; {COPIES}=FOLDER names another disk")
 
-        # Of a checkpoint comes all or nothing, unless the same one is here. Its digests are of all
-        # its bytes, and whoever reads it compares them with the files.
-        for step in sorted(whole):
-            inside = [name for name in there if name.startswith(step)]
-            mark = f"{step}{_DIGESTS}"
-            if not with_arrays:
-                # Without digests no copy counts as whole.
-                beside = [name for name in inside if name.count("/") == step.count("/")]
-                inside = [name for name in beside if name != mark]
-            is_here = mark in there and (place / mark).is_file()
-            if is_here and (place / mark).read_bytes() == fs.cat_file(f"{root}/{mark}"):
-                continue
-            half = place / f"{step.rstrip('/')}.bucket-tmp"
-            for path in (half, place / step):
-                shutil.rmtree(path, ignore_errors=True)
-            parts = [str(half / name.removeprefix(step)) for name in inside]
-            fs.get([f"{root}/{name}" for name in inside], parts)
-            half.rename(place / step)
+        # Under other names first: a file is here as a whole, or not.
+        half = place.parent / f".{place.name}.half"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        parts = [half / str(i) for i in range(len(wanted))]
+        if wanted:
+            fs.get([f"{root}/{n}".rstrip("/") for n in wanted], [*map(str, parts)])
+        for name, part in zip(wanted, parts):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            part.replace(place / name)
+        half.rmdir()
         file.truncate(0)
-        file.write(json.dumps(known))
+        file.write(json.dumps({name: now(name) for name in {*stays, *wanted}}))
     return place
 
 

@@ -1,5 +1,6 @@
 """The lock file of a folder, and whether a process has it."""
 
+import contextlib
 import fcntl
 from pathlib import Path
 
@@ -19,3 +20,10 @@ def is_held(folder: Path) -> bool | None:
         return True
     except OSError:
         return None
+
+
+def lock_owner(folder: Path) -> str | None:
+    """The text in the lock file, which no two locks share; None if there is none."""
+    with contextlib.suppress(OSError):
+        return (folder / LOCK).read_text().strip()
+    return None

@@ -81,6 +81,11 @@ def shown(value: object, most: int = 120) -> str:
     return _cut(repr(value), most)
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: `1 step`, `1,200 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def message_of(error: BaseException) -> str:
     """str(error); other words where it has none: an exception of a user's code may raise there."""
     try:

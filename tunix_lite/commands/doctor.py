@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.locks import is_held
-from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.plain_text import counted, escaped, shown
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.report.comparison import lines_of_runs, runs_in
@@ -85,7 +85,7 @@ def finding_lines(run: Evidence, findings: list[Finding]) -> list[str]:
     """The findings for people."""
     courses = map(run.series, ("reward/mean", "eval/accuracy"))
     known = [f", {one.name} {one.first:.3g} → {one.last:.3g}" for one in courses if one]
-    lines = [f"{run.folder}: {run.num_steps} steps{''.join(known)}"]
+    lines = [f"{run.folder}: {counted(run.num_steps, 'step')}{''.join(known)}"]
     lines += [f"not read: {text}" for text in run.unread]
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.what} [{finding.name}]")

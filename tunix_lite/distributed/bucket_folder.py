@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import LEASE, STEP, WHOLE, bring, explained, store_of
+from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, is_newer_here, store_of
 from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed import join
 
@@ -39,9 +39,10 @@ def writes_directly(path: Path) -> bool:
     return len(join.hosts()) > 1 and (address_of(path) or "").startswith("gs://")
 
 
-def bring_run(place: Path) -> None:
+def bring_run(place: Path, is_newer: bool | None = None) -> None:
     """Brings the folder of a run that this process will write to. Raises ValueError as `bring`."""
-    bring(str(address_of(place)), is_mine=True, with_arrays=not writes_directly(place))
+    with_arrays = not writes_directly(place)
+    bring(str(address_of(place)), is_mine=True, with_arrays=with_arrays, is_newer=is_newer)
 
 
 @contextlib.contextmanager
@@ -49,16 +50,18 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
     """A context in which the bucket's folder is this run's. Its files are in `place`, and what
     changes there is copied until the end.
 
-    owner: of the lock on `place`, and `before` the one before, which is dead. Raises ValueError if
-    another run has the folder for `timeout` seconds, and RunFailed if the last copy fails.
+    owner: of the lock on `place`, and `before` the one before, which is dead: if it had the bucket
+    last, what it left in the place is newer. Raises ValueError if another run has the folder for
+    `timeout` seconds, and RunFailed if the last copy fails.
     """
     held = BucketFolder(place, owner)
     with explained(place):
-        held.take(before, timeout)
+        last = held.take(before, timeout)
     try:
         with _repeated(BEAT, held.beat):
-            bring_run(place)
-            held.forget_unfinished()
+            bring_run(place, is_newer=is_newer_here(last, before))
+            held.has_all = True
+            held.beat()
             _HELD[place] = held
             try:
                 with _repeated(COPY, held.copy):
@@ -115,35 +118,34 @@ class BucketFolder:
         self._leases = f"{self._root}/{LEASE}"
         self._number = 0
         self._beats = 0
+        # whether the place has all that the bucket had, so that from now on it is newer
+        self.has_all = False
         # why this run may no longer write
         self.lost: str | None = None
-        # files as they were copied, and checkpoints that the bucket has
+        # files as they were copied
         self._copied: dict[str, tuple[int, int]] = {}
         self._copying = threading.Lock()
-        self._steps: set[int] = set()
 
     # ---- the lease
 
-    def take(self, dead: str | None, timeout: float) -> None:
-        """Takes the lease. dead: an owner that is known to be dead. Raises ValueError if its owner
-        lives for `timeout` seconds."""
-        started = time.monotonic()
-        seen, since, beats = "", started, 0
+    def take(self, dead: str | None, timeout: float) -> dict:
+        """Takes the lease. Returns the last one. dead: an owner that is known to be dead. Raises
+        ValueError if its owner lives for `timeout` seconds."""
+        started = since = time.monotonic()
+        seen, beats = None, -1
         while True:
-            number, text = self._newest()
-            lease = json.loads(text or "{}")
-            other = lease.get("owner", "")
-            if lease.get("held") and other != dead:
+            number, last = self._newest()
+            other = last.get("owner")
+            if last.get("held") and other != dead:
                 now = time.monotonic()
-                if not seen:
-                    _say(
-                        f"waiting for {address_of(self.place)}, which is in use by {other}; "
-                        f"without a sign of life it is free in {DEAD:g} s"
-                    )
-                if text != seen:
-                    beats += bool(seen)
-                    seen, since = text, now
-                if beats and now - started > timeout:
+                if last != seen:
+                    seen, since, beats = last, now, beats + 1
+                    if not beats:
+                        _say(
+                            f"waiting for {address_of(self.place)}, which is in use by {other}; "
+                            f"without a sign of life it is free in {DEAD:g} s"
+                        )
+                if beats > 0 and now - started > timeout:
                     raise ValueError(
                         f"{address_of(self.place)} is in use by {other}, and was for "
                         f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
@@ -158,40 +160,43 @@ class BucketFolder:
                 self._write(mode="create")
             # What the stores raise is not known here. It may be ours though the answer was lost.
             except Exception:
-                newest, text = self._newest()
+                newest, lease = self._newest()
                 if newest == number:
                     raise
-                if json.loads(text).get("owner") != self.owner:
+                if lease.get("owner") != self.owner:
                     continue
             if number:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._leases}/{number:06d}")
-            return
+            return last
 
-    def _newest(self) -> tuple[int, str]:
-        """The number of the newest lease, and its text; (0, "") if there is none."""
+    def _newest(self) -> tuple[int, dict]:
+        """The number of the newest lease, and what it says; (0, {}) if there is none."""
         names = self._fs.find(self._leases)
-        number = max((int(name.rpartition("/")[2]) for name in names), default=0)
+        if not names:
+            return 0, {}
         try:
-            return number, self._fs.cat_file(max(names)).decode() if names else ""
+            return int(max(names).rpartition("/")[2]), json.loads(
+                self._fs.cat_file(max(names))
+            )
         # The next one was created, and this one removed.
         except FileNotFoundError:
             return self._newest()
 
     def _write(self, is_held: bool = True, mode: str = "overwrite") -> None:
         lease = {"owner": self.owner, "held": is_held, "beats": self._beats}
+        lease["has_all"] = self.has_all
         name = f"{self._leases}/{self._number:06d}"
         self._fs.pipe_file(name, json.dumps(lease).encode(), mode=mode)
 
     def check(self) -> None:
         """Raises OSError if another run has the folder now, or the store cannot be reached."""
         with self._as_os_error():
-            number, text = self._newest()
+            number, lease = self._newest()
             if number != self._number:
-                other = json.loads(text).get("owner")
                 self.lost = (
-                    f"{address_of(self.place)} was taken by {other}, as this run gave no sign of "
-                    f"life for {DEAD:g} s"
+                    f"{address_of(self.place)} was taken by {lease.get('owner')}, as this run gave "
+                    f"no sign of life for {DEAD:g} s"
                 )
                 raise ValueError(self.lost)
 
@@ -215,12 +220,11 @@ class BucketFolder:
     # ---- its files
 
     def copy(self) -> None:
-        """Copies the files that have changed, and removes checkpoints that orbax has removed here.
-        Raises OSError as `check`."""
+        """Copies the files that have changed, and removes checkpoints that orbax has removed here,
+        or that a dead run has left unfinished. Raises OSError as `check`."""
         self.check()
         with self._copying, self._as_os_error():
             changed = {}
-            stats = {}
             for file in sorted(self.place.rglob("*")):
                 name = file.relative_to(self.place).as_posix()
                 is_apart = name == ".lock" or name.startswith(("checkpoints/", "reference/"))
@@ -229,20 +233,23 @@ class BucketFolder:
                 stat = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._copied.get(name) != stat:
                     # A file may grow meanwhile: what is read now is sent.
-                    changed[f"{self._root}/{name}"] = file.read_bytes()
-                    stats[name] = stat
-            if changed:
-                self._fs.pipe(changed)
-            self._copied |= stats
+                    self._fs.pipe_file(f"{self._root}/{name}", file.read_bytes())
+                    changed[name] = stat
+            self._copied |= changed
 
-            # orbax has removed old ones here; the newest stays in the bucket in any case.
-            here = {
-                int(p.name) for p in self.place.glob("checkpoints/*") if p.name.isdecimal()
+            # Where orbax writes to the bucket itself, it alone removes old ones. The newest stays.
+            here = {p.name for p in self.place.glob("checkpoints/*") if p.name.isdecimal()}
+            if not here or writes_directly(self.place):
+                return
+            newest = max(map(int, here))
+            there = self._fs.find(f"{self._root}/checkpoints")
+            steps = {
+                name.removeprefix(f"{self._root}/checkpoints/").partition("/")[0]
+                for name in there
             }
-            for step in sorted(self._steps - here):
-                if here and step < max(here):
+            for step in steps - here:
+                if step.isdecimal() and int(step) < newest:
                     self._remove(f"checkpoints/{step}/")
-                    self._steps.remove(step)
 
     def save(self, half: Path, step: Path) -> None:
         """Copies a checkpoint whose files are in `half` and which will be called `step` here. It is
@@ -256,26 +263,11 @@ class BucketFolder:
         with self._as_os_error():
             if is_all:
                 self._remove(name)
-            self._fs.put([str(file) for file in files], there)
+            self._fs.put([*map(str, files)], there)
         self.check()
-        if not is_all:
-            return
-        with self._as_os_error():
-            self._fs.pipe_file(f"{self._root}/{name}{WHOLE}", b"all files are here")
-        if step.parent.name == "checkpoints":
-            self._steps.add(int(step.name))
-
-    def forget_unfinished(self) -> None:
-        """Removes checkpoints that a dead run has left unfinished. Raises ValueError if the store
-        cannot be reached."""
-        with explained(self.place):
-            names = [name.removeprefix(f"{self._root}/") for name in self._fs.find(self._root)]
-            for step in {match[0] for match in map(STEP.match, names) if match}:
-                if step + WHOLE not in names:
-                    self._remove(step)
-                # What orbax writes itself it also removes.
-                elif step.startswith("checkpoints/") and not writes_directly(self.place):
-                    self._steps.add(int(step.split("/")[1]))
+        if is_all:
+            with self._as_os_error():
+                self._fs.pipe_file(f"{self._root}/{name}{WHOLE}", b"all files are here")
 
     def clear(self, folder: Path) -> None:
         """Removes the checkpoints below a folder of the place. Raises OSError as `check`."""

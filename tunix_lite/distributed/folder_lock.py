@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.buckets import send
-from tunix_lite.basics.locks import LOCK, is_held
+from tunix_lite.basics.locks import LOCK, is_held, lock_owner
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.bucket_folder import bring_run, hold_bucket, writes_directly
@@ -42,7 +42,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                before = _lock_owner(folder)
+                before = lock_owner(folder)
                 break
             except BlockingIOError:
                 pass
@@ -52,7 +52,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
                     break
                 raise
             if other is None:
-                other = (_lock_owner(folder) or "another process").partition(",")[0]
+                other = (lock_owner(folder) or "another process").partition(",")[0]
                 text = f"waiting for {folder}, which is in use by {other}"
                 print(text, file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             try:
                 before = until_done.enter_context(lock_folder(folder, timeout))
                 if address_of(folder) is not None:
-                    owner = str(_lock_owner(folder))
+                    owner = str(lock_owner(folder))
                     until_done.enter_context(hold_bucket(folder, owner, before, timeout))
             # It is raised below, on all processes: alone, this one would leave the others waiting.
             except ValueError as problem:
@@ -90,7 +90,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         join.agree({}, error)
 
         # The lock file that process 0 wrote must be visible at this path on every host.
-        reports = allgather_values([str(folder.absolute()), _lock_owner(folder)])
+        reports = allgather_values([str(folder.absolute()), lock_owner(folder)])
         first_folder, owner = reports[0]
         error = (
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
@@ -101,16 +101,16 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
                 f"hydra.run.dir={address_of(folder)}: processes on several machines can write to "
                 "gs:// by its address; mount another bucket as a folder that all machines see"
             )
-        if writes_directly(folder) and _lock_owner(folder) != owner:
+        if writes_directly(folder) and lock_owner(folder) != owner:
             # A place on another machine has what the bucket has, and a log of its own.
             error = _problem_of_bringing(folder)
             until_done.callback(lambda: [send(log) for log in folder.glob("train.p*.log")])
         else:
             # On a network disk it may take some seconds.
             deadline = time.monotonic() + 10
-            while _lock_owner(folder) != owner and time.monotonic() < deadline:
+            while lock_owner(folder) != owner and time.monotonic() < deadline:
                 time.sleep(POLL)
-            error = None if _lock_owner(folder) == owner else error
+            error = None if lock_owner(folder) == owner else error
         join.agree({}, error)
         yield
 
@@ -129,11 +129,4 @@ def _problem_of_bringing(folder: Path) -> str | None:
             bring_run(folder)
     except ValueError as problem:
         return str(problem)
-    return None
-
-
-def _lock_owner(folder: Path) -> str | None:
-    """The text in the lock file, which no two locks share; None if there is none."""
-    with contextlib.suppress(OSError):
-        return (folder / LOCK).read_text().strip()
     return None

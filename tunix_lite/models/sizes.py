@@ -27,7 +27,7 @@ _VOCAB_STEP = 128
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
-def count_in(text: str | int) -> int:
+def count_in(text: str | int | float) -> int:
     """The number in `5M`, `1.2B`, `350K` or `350000`. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", str(text).strip().upper())
     count = 0 if match is None else round(float(match[1]) * _UNITS[match[2]])
@@ -36,7 +36,7 @@ def count_in(text: str | int) -> int:
     return count
 
 
-def sized(base: Architecture, target: str | int, vocab_size: int) -> Architecture:
+def sized(base: Architecture, target: str | int | float, vocab_size: int) -> Architecture:
     """An architecture of about `target` parameters, embeddings included, with the norms, the
     activation and the positions of `base`. All its layers are global. vocab_size: tokens of the
     tokenizer. Raises ValueError if no shape of the rule is near.
@@ -46,8 +46,11 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
     # a mesh divides it
     vocab_size = -(-vocab_size // _VOCAB_STEP) * _VOCAB_STEP
 
+    def head_dim_of(width: int) -> int:
+        return next(dim for least, dim in _HEAD_DIMS.items() if width >= least)
+
     def shape(width: int, depth: int, mlp_dim: int) -> Architecture:
-        head_dim = next(dim for least, dim in _HEAD_DIMS.items() if width >= least)
+        head_dim = head_dim_of(width)
         return replace(
             base,
             vocab_size=vocab_size,
@@ -72,9 +75,11 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
     def params(*sizes: int) -> int:
         return num_params(decoder.weights(shape(*sizes)))
 
-    near: list[tuple[float, tuple[int, int, int]]] = []
-    narrowest = width = min(_HEAD_DIMS)
-    while width <= _WIDEST:
+    # the nearest to the number, and of those that are near enough the most usual one
+    shapes = []
+    for width in range(min(_HEAD_DIMS), _WIDEST + 1, 64):
+        if width % (4 * head_dim_of(width)):
+            continue
         # the number of parameters is linear in the depth and in the feed-forward
         step = max(8, width // 32)
         mlp_dim = round(8 / 3 * width / step) * step
@@ -84,21 +89,22 @@ def sized(base: Architecture, target: str | int, vocab_size: int) -> Architectur
         missing = count - one_layer - (depth - 1) * each
         each_column = params(width, 1, mlp_dim + 1) - one_layer
         mlp_dim += round(missing / depth / each_column / step) * step
-        mlp_dim = min(max(2 * width, mlp_dim), 4 * width)
-        made = params(width, depth, mlp_dim)
+        sizes = (width, depth, min(max(2 * width, mlp_dim), 4 * width))
+        made = params(*sizes)
         unlike = abs(math.log(width / depth / _ASPECT))
-        if abs(made / count - 1) <= _TOLERANCE and unlike <= _MOST_UNLIKE:
-            near.append((unlike, (width, depth, mlp_dim)))
+        if unlike <= _MOST_UNLIKE:
+            off = max(_TOLERANCE, abs(made / count - 1))
+            shapes.append((off, unlike, made, sizes))
         if one_layer > 2 * count:
             break
-        width += next(4 * dim for start, dim in _HEAD_DIMS.items() if width >= start)
-    if not near:
+    off, _, made, sizes = min(shapes)
+    if off > _TOLERANCE:
         raise ValueError(
             f"target_params={target}: no shape of the rule has about so many with {vocab_size:,} "
-            f"tokens, whose embedding has {vocab_size * narrowest:,} at width {narrowest}; give a "
-            "larger number, or a smaller vocabulary: tunix-lite tokenizer vocab_size=4096"
+            f"tokens; the nearest has {made:,}: model.target_params={made}. A tokenizer with fewer "
+            "tokens allows fewer: tunix-lite tokenizer vocab_size=512"
         )
-    return shape(*min(near)[1])
+    return shape(*sizes)
 
 
 def shape_line(cfg: Architecture) -> str:

@@ -56,7 +56,7 @@ class ModelConfig:
     tokenizer: str = "bundled"
     # Number of parameters of random weights, such as 5M or 1.2B: replaces the sizes in architecture
     # by those of a rule.
-    target_params: str | int | None = None
+    target_params: str | int | float | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     # Chat template: a Jinja file, or chatml, gemma, llama3 or plain. null takes that of the model,
     # if it has one.

@@ -10,7 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tunix_lite.models.tokenizer import Tokenizer
 
-_KINDS = ("bpe", "unigram")
+_KINDS = {
+    "bpe": (models.BPE, trainers.BpeTrainer),
+    "unigram": (models.Unigram, trainers.UnigramTrainer),
+}
 END = "<|endoftext|>"
 _PAD = "<|padding|>"
 # END also stands between documents; model.chat_template=chatml writes the last two
@@ -28,27 +31,16 @@ def train_tokenizer(
         raise ValueError(f"kind={kind!r}; it is {' or '.join(_KINDS)}")
     if vocab_size < _FEWEST:
         raise ValueError(f"vocab_size={vocab_size} must be at least {_FEWEST}")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    settings = {
-        "vocab_size": vocab_size,
-        "special_tokens": list(SPECIAL),
-        "initial_alphabet": alphabet,
-        "show_progress": False,
-    }
-    if kind == "bpe":
-        backend = tokenizers.Tokenizer(models.BPE())
-        trainer = trainers.BpeTrainer(**settings)
-    else:
-        backend = tokenizers.Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(**settings)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    model, trainer = _KINDS[kind]
+    backend = tokenizers.Tokenizer(model())
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(texts, trainer)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    given = {"special_tokens": list(SPECIAL), "initial_alphabet": alphabet}
+    learner = trainer(vocab_size=vocab_size, show_progress=False, **given)
+    backend.train_from_iterator(texts, learner)
     if kind == "unigram":
         # the trainer leaves pieces that are as likely in any order
         pieces = [

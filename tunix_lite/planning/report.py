@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunix_lite.basics.plain_text import counted
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.sizes import shape_line
 from tunix_lite.planning.hardware import GiB
@@ -88,7 +89,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
         lines += [
             f"predicted: a step takes {_three_digits(step.step_seconds)} s: {phases}",
             f"  {step.tokens_per_second:,.0f} tokens/s; {step.decode_steps} decode steps; {parts}",
-            f"  {step.num_steps} steps take {hours}, without starting and evaluating",
+            f"  {counted(step.num_steps, 'step')} take {hours}, without starting and evaluating",
             f"  {step.source}",
             f"  {step.lengths}",
         ]

@@ -233,6 +233,11 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     changes = dict(differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
     changes.pop("training.packing", None)
+    both = (one.get("training") for one in (ours, theirs))
+    ends = [one.get("last_batch") if isinstance(one, dict) else None for one in both]
+    if None in ends and changes.pop("training.last_batch", None):
+        here, there = ("epochs" if end else "updates" for end in ends)
+        changes["training.epochs"] = f"{here} are counted here, {there} there"
     # runs of before have no digest of a model's own template
     if "chat_template" in changes and "chat_template" not in theirs:
         said["chat_template"] = changes.pop("chat_template")

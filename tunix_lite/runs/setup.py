@@ -17,7 +17,7 @@ from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
-from tunix_lite.basics.plain_text import device_name
+from tunix_lite.basics.plain_text import counted, device_name
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
@@ -612,8 +612,8 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
     epochs = run.training.epochs
-    of_epochs = f" ({epochs} epochs of {max_steps // epochs})" if epochs else ""
-    rows.append(("optimizer", f"{rate}, {max_steps} steps{of_epochs}{begins}"))
+    of_epochs = f" ({counted(epochs, 'epoch')} of {max_steps // epochs})" if epochs else ""
+    rows.append(("optimizer", f"{rate}, {counted(max_steps, 'step')}{of_epochs}{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
     viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{shown_place(run_dir.path)}{viewer}"))

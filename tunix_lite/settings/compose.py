@@ -37,7 +37,7 @@ _OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
 _TEMPERATURE = 0.7
 
 
-def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
+def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float | str:
     """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
     the model's files or on the devices is chosen later, by settings/resolved_run.py. _root_: all
     settings, as OmegaConf gives them.
@@ -47,12 +47,12 @@ def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
         return 0.0 if has_prompt and _root_["num_generations"] == 1 else _TEMPERATURE
     # the rows of text: all tokens but the first are learned
     row_tokens = _root_["task"].get("row_tokens")
+    usual = {"num_examples": EVALUATED, "best_metric": "eval/accuracy"}
     if row_tokens is not None:
-        return {"max_prompt_length": 1, "max_new_tokens": row_tokens - 1, "num_examples": 0}[
-            name
-        ]
-    if name == "num_examples":
-        return EVALUATED
+        usual = {"max_prompt_length": 1, "max_new_tokens": row_tokens - 1, "num_examples": 0}
+        usual["best_metric"] = "eval/loss"
+    if name in usual:
+        return usual[name]
     lengths = _root_["task"].get("lengths")
     if lengths is not None:
         return lengths[name]

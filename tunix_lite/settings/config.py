@@ -15,7 +15,7 @@ from tunix_lite.basics.addresses import check_on_disk, check_place
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
-from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.plain_text import counted, shown
 from tunix_lite.basics.types import check_seed
 from tunix_lite.basics.untrusted import TARGET
 from tunix_lite.distributed.process_place import LaunchConfig
@@ -177,13 +177,13 @@ class TrainingConfig:
     @property
     def use_of_best(self) -> str:
         """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
-        is_lower = is_lower_better(self.best_metric, self.best_is)
-        parts = []
-        if count := self.keep_best_checkpoints:
-            parts.append(f"{count} checkpoint{'s are' if count > 1 else ' is'} kept")
-        if count := self.early_stopping_patience:
-            parts.append(f"{count} measurements in a row that are no new best end the run")
-        which = "lowest" if is_lower else "highest"
+        which = "lowest" if is_lower_better(self.best_metric, self.best_is) else "highest"
+        kept, patience = self.keep_best_checkpoints, self.early_stopping_patience
+        parts = [f"{counted(kept, 'checkpoint')} kept"] if kept else []
+        if patience:
+            parts.append(
+                f"the run ends after {counted(patience, 'measurement')} without a new best"
+            )
         return f"{which} {self.best_metric}: {', and '.join(parts)}"
 
     @property

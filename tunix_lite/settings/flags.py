@@ -26,6 +26,11 @@ HYDRA = dict.fromkeys(_ALONE.split(), 0) | dict.fromkeys(_WITH_A_WORD.split(), 1
 OF_COMMANDS = {
     flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")
 }
+# Sizes that the rule of model.target_params gives (models/sizes.py).
+_RULED = re.compile(
+    r"model\.architecture\.(num_(layers|heads|kv_heads)|(embed|head|mlp)_dim|vocab_size|pattern|"
+    r"window|query_scale)="
+)
 
 
 def flags_first(argv: list[str]) -> list[str]:
@@ -143,7 +148,17 @@ def wrong_override(
 
 
 def check_values(overrides: Iterable[str]) -> None:
-    """Raises ConfigError for a value that is another project's word for one of ours."""
+    """Raises ConfigError for a value that is another project's word for one of ours, and for sizes
+    beside model.target_params, which gives them."""
+    overrides = list(overrides)
+    ruled = [text for text in overrides if _RULED.match(text)]
+    for text in overrides if ruled else ():
+        if re.match(r"model\.target_params=(?!null)", text):
+            rest = " ".join(shell_quoted(one) for one in overrides if one not in ruled)
+            raise ConfigError(
+                f"{text} gives all sizes by a rule, so {' '.join(ruled)} would change nothing; "
+                f"write {rest}, or leave {text} out"
+            )
     for text in overrides:
         key, _, value = text.partition("=")
         if (hint := foreign_value(key, value)) is not None:

@@ -2,22 +2,20 @@
 cache, or streamed. `hub:openai/gsm8k@main:main:train` is name, revision, config and split."""
 
 import contextlib
-import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tunix_lite.models.hub import commit_of_data
+
+if TYPE_CHECKING:
+    import datasets
 
 HUB = "hub:"
 _NAME = re.compile(r"hub:([^:@]+)(?:@([^:@]+))?(?::([^:]*))?(?::([^:]+))?")
 _SHA = re.compile("[0-9a-f]{40}")
-# rows of a row group of Parquet
-_GROUP_ROWS = 20_000
 _USUAL_SPLITS = ("train", "test", "validation")
 
 
@@ -43,15 +41,13 @@ class HubData(NamedTuple):
 
     def may_be(self, name: str) -> bool:
         """True if this name, without a commit, is short for that other one."""
-        if self.revision is not None or not is_hub(name):
+        if not is_hub(name):
             return False
-        other = HubData.parse(name)
+        repo, _, *other = HubData.parse(name)
         # one part after the name may be a split
-        parts = {(self.config, self.split), (None, self.config)}
-        return self.repo == other.repo and any(
-            config in (None, other.config) and split in (None, other.split)
-            for config, split in parts
-        )
+        parts = ((self.config, self.split), (None, self.config))
+        fits = any(all(a in (None, b) for a, b in zip(own, other)) for own in parts)
+        return self.revision is None and self.repo == repo and fits
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
@@ -91,48 +87,35 @@ def pinned(name: str, default_split: str) -> str:
 
 def rows_of_hub(name: str, is_streamed: bool) -> Iterator[tuple[int, dict]]:
     """The rows of a pinned name, with their numbers from 1. is_streamed: over the network as they
-    are read; else from the cache, which is filled before. Raises ValueError."""
+    are read; else from the cache. Raises ValueError."""
+    if not is_streamed:
+        yield from enumerate(table_of_hub(name), start=1)
+        return
     data = HubData.parse(name)
     with _explained(data):
-        builder = _builder(data.repo, data.revision, data.config)
-        if is_streamed:
-            rows = builder.as_streaming_dataset(split=data.split)
-        else:
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=data.split)
+        rows = _builder(*data[:3]).as_streaming_dataset(split=data.split)
         yield from enumerate(rows, start=1)
 
 
-def parquet_of_hub(name: str, folder: Path) -> Path:
-    """A Parquet file with the rows of a pinned name, in this folder; written where it is missing.
-    Raises ValueError."""
-    place = folder / hashlib.sha256(name.encode()).hexdigest()[:16]
-    if not place.is_dir():
-        data = HubData.parse(name)
-        with _explained(data):
-            builder = _builder(data.repo, data.revision, data.config)
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=data.split)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as made:
-            rows.to_parquet(f"{made}/{data.split}.parquet", batch_size=_GROUP_ROWS)
-            # else another process was first
-            with contextlib.suppress(OSError):
-                os.rename(made, place)
-    [file] = place.iterdir()
-    return file
+@lru_cache(maxsize=2)
+def table_of_hub(name: str) -> "datasets.Dataset":
+    """The rows of a pinned name, in the cache, which is filled before. Raises ValueError."""
+    data = HubData.parse(name)
+    with _explained(data):
+        builder = _builder(*data[:3])
+        builder.download_and_prepare()
+        return builder.as_dataset(split=data.split)
 
 
 # a start asks twice, for two splits
 @lru_cache(maxsize=8)
-def _builder(repo: str, revision: str | None, config: str | None) -> Any:
-    """The library's reader of a data set, a datasets.DatasetBuilder."""
+def _builder(repo: str, revision: str | None, config: str | None) -> "datasets.DatasetBuilder":
+    """The library's reader of a data set."""
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"{HUB}{repo} is read by the datasets library: pip install -e '.[hub]'"
-        ) from error
+        why = "it is read by the datasets library: pip install -e '.[hub]'"
+        raise ValueError(why) from error
     if not Path(repo).is_dir():
         if repo.startswith(("/", ".", "~")):
             raise ValueError("there is no such folder; ~ is not replaced here")
@@ -161,8 +144,6 @@ def _explained(data: HubData) -> Iterator[None]:
     """Turns errors of the library into a ValueError that says what to do."""
     try:
         yield
-    except ImportError as error:
-        raise ValueError(str(error)) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno and not error.filename:
             # the disk is full

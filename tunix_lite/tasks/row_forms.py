@@ -9,16 +9,8 @@ from tunix_lite.basics.plain_text import shortened
 from tunix_lite.tasks.messages import fields_of
 
 # what ShareGPT calls a role
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+_SPEAKERS = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
+_SPEAKERS |= {role: role for role in ("user", "assistant", "system", "tool")}
 
 
 def _alpaca(row: Mapping) -> dict:
@@ -28,7 +20,7 @@ def _alpaca(row: Mapping) -> dict:
 
 
 def _sharegpt(row: Mapping) -> dict:
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    messages = _system(row)
     for turn in row["conversations"]:
         speaker = turn.get("from") if isinstance(turn, Mapping) else None
         if speaker not in _SPEAKERS or "value" not in turn:
@@ -41,10 +33,16 @@ def _sharegpt(row: Mapping) -> dict:
 
 
 def _questions(row: Mapping) -> dict:
-    question = {"role": "user", "content": row["question"]}
-    if row.get("system"):
-        return {"prompt": [{"role": "system", "content": row["system"]}, question]}
-    return {"prompt": row["question"]}
+    messages = [*_system(row), {"role": "user", "content": row["question"]}]
+    return {"prompt": messages if len(messages) > 1 else row["question"]}
+
+
+def _system(row: Mapping) -> list[dict]:
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _verl(row: Mapping) -> dict:
+    return {"answer": row["reward_model"].get("ground_truth")}
 
 
 class Form(NamedTuple):
@@ -61,12 +59,7 @@ class Form(NamedTuple):
 
 # the first that fits counts
 FORMS = (
-    Form(
-        "verl",
-        ("reward_model", "prompt"),
-        Mapping,
-        lambda row: {"answer": row["reward_model"].get("ground_truth")},
-    ),
+    Form("verl", ("reward_model", "prompt"), Mapping, _verl),
     Form("prompt, chosen, rejected", ("prompt", "chosen", "rejected")),
     Form("question, chosen, rejected", ("question", "chosen", "rejected"), str, _questions),
     Form("conversations chosen, rejected", ("chosen", "rejected"), list),

@@ -14,7 +14,7 @@ import numpy as np
 
 from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.tasks.hub_rows import is_hub, parquet_of_hub, pinned
+from tunix_lite.tasks.hub_rows import is_hub, pinned
 from tunix_lite.tasks.processes import shared_errors
 from tunix_lite.tasks.sources import SPLITS, digest, digest_of_data
 from tunix_lite.tasks.task import Task, TaskConfig, TaskLengthsConfig
@@ -37,25 +37,21 @@ class TextSource:
         """The files of training and, where they have files of their own, of held-out rows. Raises
         ValueError."""
         config = self.config
-        cache = Path(CACHE if config.cache == "auto" else config.cache).expanduser()
-        made = []
-        for pattern, split in ((config.train, "train"), (config.held_out, "test")):
-            if pattern is None:
-                continue
-            if is_hub(pattern):
-                pattern = str(parquet_of_hub(pinned(pattern, split), cache / "hub"))
-            files = TokenFiles(
-                pattern,
+        patterns = ((config.train, "train"), (config.held_out, "test"))
+        return [
+            TokenFiles(
+                pinned(pattern, split) if is_hub(pattern) else pattern,
                 self.tokenizer,
-                cache,
+                Path(CACHE if config.cache == "auto" else config.cache).expanduser(),
                 config.field,
                 config.separator,
                 config.special_tokens_in_data,
                 config.held_out_every if config.held_out is None else 0,
                 (jax.process_index(), jax.process_count()),
             )
-            made.append(files)
-        return made
+            for pattern, split in patterns
+            if pattern is not None
+        ]
 
     @cached_property
     def train(self) -> TokenRows:
@@ -75,8 +71,9 @@ class TextSource:
 
     def doing(self, seconds: float) -> str:
         """What is done while tokens are made, for people."""
-        made = sum(files.num_made for files in self.files)
-        return f"tokenising text: {made} of {sum(len(f.parts) for f in self.files)} parts are there"
+        folders = [folder for files in self.files for folder in files.folders]
+        made = sum(folder.is_dir() for folder in folders)
+        return f"tokenising text: {made} of {len(folders)} parts are there"
 
 
 @dataclass(frozen=True)
@@ -118,33 +115,26 @@ class TextTaskConfig(TaskConfig):
     packs_rows = True
 
     def __post_init__(self):
-        if self.train is None:
-            raise ValueError("train is missing: give task.train=FILE, or a pattern")
         check_on_disk("cache", self.cache)
-        if self.attention not in ATTENTION:
-            raise ValueError(f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}")
-        if self.row_tokens < 2:
-            raise ValueError(f"row_tokens={self.row_tokens} must be at least 2")
-        if self.held_out_every < 0 or self.held_out_every == 1:
-            raise ValueError(
-                f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing "
-                "to train on"
-            )
-        text = self.separator
-        if text is not None and "\\n" in text:
-            # Hydra takes the letters between quotes as they are
-            raise ValueError(
-                f"separator={text} has a backslash and an n in place of a newline; in bash write "
-                "task.separator=$'\"\\n\\n\"'"
-            )
+        # Hydra takes the letters between quotes as they are
+        text = self.separator and self.separator.replace("\\n", "\n")
+        object.__setattr__(self, "separator", text)
         ends = [] if text is None else [text[i:] for i in range(1, len(text))]
-        if any(text.startswith(end) for end in ends) and text != text[0] * len(text):
-            raise ValueError(
-                f"separator={text!r} ends as it begins, so two places could be meant; choose "
-                "another"
-            )
-        if text == "":
-            raise ValueError("separator is empty; null takes a file as one document")
+        is_ambiguous = any(map((text or "").startswith, ends)) and text != text[0] * len(text)
+        wrong = {
+            "train is missing: give task.train=FILE, or a pattern": self.train is None,
+            f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}": (
+                self.attention not in ATTENTION
+            ),
+            f"row_tokens={self.row_tokens} must be at least 2": self.row_tokens < 2,
+            f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing to "
+            "train on": self.held_out_every < 0 or self.held_out_every == 1,
+            f"separator={text!r} ends as it begins, so two places could be meant; choose "
+            "another": is_ambiguous,
+            "separator is empty; null takes a file as one document": text == "",
+        }
+        for why in filter(wrong.get, wrong):
+            raise ValueError(why)
         object.__setattr__(self, "source", TextSource(self))
 
     def task(self, tokenizer: Tokenizer, *arguments: Any, **settings: Any) -> "TextTask":

@@ -26,52 +26,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tunix_lite.basics.addresses import NO_ADDRESSES, is_address
+from tunix_lite.basics.addresses import is_address
+from tunix_lite.basics.buckets import brought
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.tasks.hub_rows import is_hub, table_of_hub
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
 
-# bytes of text in a part of a file; of Parquet, a row group is one
+# bytes of text in a part of a file; of Parquet, a row group is one; of the hub, so many rows
 PART_BYTES = 2**25
+PART_ROWS = 20_000
 # documents that are tokenised together
 AT_ONCE = 128
 # bytes that are read beyond a part, and of a piece of a file that is one document
 MORE = 2**18
-# seconds without a new part of another process after which this one makes the part itself
+# seconds without a new part of another process after which this one makes the rest itself
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
 # another number makes the tokens anew
-VERSION = 1
+VERSION = 2
 
 
 class _Part(NamedTuple):
-    """A part of a file: the documents that begin in these bytes, or these row groups."""
+    """A part of a file: the documents that begin in these bytes, or these row groups, or rows."""
 
     file: str
     number: int  # of the file
     begin: int
     end: int
-    is_last: bool  # of its file
-
-
-class _Piece(NamedTuple):
-    """A text to be tokenised: a document, or a piece of one that is a whole file."""
-
-    place: str
-    text: str
-    is_start: bool = True
-    is_end: bool = True
 
 
 def files_of(pattern: str) -> list[str]:
-    """The files that a path or a pattern such as `corpus/*.txt` names, sorted. Raises
-    ValueError."""
+    """The files that a path or a pattern such as `corpus/*.txt` names, sorted; those of a bucket
+    are brought. A name of the hub is one file. Raises ValueError."""
+    if is_hub(pattern):
+        return [pattern]
     path = Path(pattern).expanduser()
+    if is_address(pattern):
+        folder, name = re.fullmatch(r"(.*?)((?:/[^/]*[*?\[].*)?)", pattern).groups()
+        path = Path(f"{brought(folder, (name[1:], name[1:].replace('**/', '')))}{name}")
     files = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))
     if not files:
-        why = f": {NO_ADDRESSES}" if is_address(pattern) else " names no file"
-        raise ValueError(f"{pattern}{why}")
+        raise ValueError(f"{pattern} names no file")
     for file in files:
         if not file.endswith(FORMATS):
             many = "; name files in it by a pattern, '*.jsonl'" if os.path.isdir(file) else ""
@@ -102,19 +99,24 @@ class TokenFiles:
         """The parts of all files, in order; the same on any number of processes."""
         parts = []
         for number, file in enumerate(files_of(self.pattern)):
-            is_parquet = file.endswith(".parquet")
-            size = parquet_groups(file) if is_parquet else Path(file).stat().st_size
-            step = 1 if is_parquet else PART_BYTES
+            if is_hub(file):
+                size, step = len(table_of_hub(file)), PART_ROWS
+            elif file.endswith(".parquet"):
+                size, step = parquet_groups(file), 1
+            else:
+                size, step = os.path.getsize(file), PART_BYTES
             for begin in range(0, size, step):
-                end = min(begin + step, size)
-                parts.append(_Part(file, number, begin, end, end == size))
+                parts.append(_Part(file, number, begin, min(begin + step, size)))
         return parts
 
     @cached_property
     def folders(self) -> list[Path]:
         """The folder of each part's tokens."""
-        stats = ((Path(file).name, os.stat(file)) for file in files_of(self.pattern))
-        files = [(name, seen.st_size, seen.st_mtime_ns) for name, seen in stats]
+        files = []
+        for file in dict.fromkeys(part.file for part in self.parts):
+            seen = None if is_hub(file) else os.stat(file)
+            where = [os.path.abspath(file), seen.st_size, seen.st_mtime_ns] if seen else [file]
+            files.append(where)
         tokenizer = self.tokenizer
         tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
         cut = [self.field, self.separator, self.special_tokens_in_data, self.held_out_every]
@@ -127,55 +129,49 @@ class TokenFiles:
         file that is one document, its pieces."""
         each = None if limit is None else -(-limit // max(1, len(self.parts)))
         for part in self.parts:
-            yield from (piece.text for piece in islice(self._pieces(part), each))
-
-    @property
-    def num_made(self) -> int:
-        """Counts the parts whose tokens are there."""
-        return sum(folder.is_dir() for folder in self.folders)
+            yield from (text for _, text, _ in islice(self._documents(part), each))
 
     def rows(self, split: str, width: int) -> "TokenRows":
         """The rows of a split, `train` or `held_out`, of `width` tokens each. The first call makes
         what is missing of the tokens. Raises ValueError, with the place, for a malformed document,
         or if the cache cannot be written; OSError."""
         index, count = self.process
-        last_seen = time.monotonic()
+        patience = PATIENCE
         for i in sorted(range(len(self.parts)), key=lambda i: i % count != index):
             # another process makes it, or, if nothing comes from there, this one
-            is_own = i % count == index
+            began = time.monotonic()
             while not self.folders[i].is_dir():
-                is_own |= time.monotonic() - last_seen > PATIENCE
-                if is_own:
+                if i % count == index or time.monotonic() - began > patience:
+                    patience = patience if i % count == index else 0.0
                     self.make(i)
                 else:
                     time.sleep(0.05)
-            last_seen = last_seen if is_own else time.monotonic()
         return TokenRows(self.folders, split, width)
 
     def make(self, number: int) -> None:
         """Tokenises a part. Its folder comes whole, of whoever is first. Raises as `rows`."""
-        splits = ("train", "held_out")
-        tokens = {split: array("i") for split in splits}
-        ends = {split: array("q") for split in splits}
         part = self.parts[number]
+        made = [("train", array("i"), array("q")), ("held_out", array("i"), array("q"))]
         # a file that is one document counts as one; else those of a part do
         count = part.number if self._is_whole(part) else 0
-        pieces = self._pieces(part)
-        while some := list(islice(pieces, AT_ONCE)):
-            texts = [piece.text for piece in some]
+        is_start = not part.begin or not self._is_whole(part)
+        documents = self._documents(part)
+        while some := list(islice(documents, AT_ONCE)):
+            texts = [text for _, text, _ in some]
             try:
                 encoded = self.tokenizer.documents(texts, self.special_tokens_in_data)
             except ValueError as error:
-                raise ValueError(f"{some[0].place} and after: {error}") from error
-            for piece, ids in zip(some, encoded):
+                raise ValueError(f"{some[0][0]} and after: {error}") from error
+            for (_, _, is_end), ids in zip(some, encoded):
                 every = self.held_out_every
-                split = splits[bool(every) and (count + 1) % every == 0]
-                tokens[split].extend(self.tokenizer.start_ids if piece.is_start else ())
-                tokens[split].extend(ids)
-                if piece.is_end:
-                    tokens[split].append(self.tokenizer.end_id)
-                    ends[split].append(len(tokens[split]))
+                _, tokens, ends = made[bool(every) and (count + 1) % every == 0]
+                tokens.extend(self.tokenizer.start_ids if is_start else ())
+                tokens.extend(ids)
+                if is_end:
+                    tokens.append(self.tokenizer.end_id)
+                    ends.append(len(tokens))
                     count += 1
+                is_start = is_end
 
         folder = self.folders[number]
         about = {}
@@ -183,86 +179,81 @@ class TokenFiles:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(
                 dir=folder.parent, ignore_cleanup_errors=True
-            ) as made:
-                for split in splits:
-                    Path(made, f"{split}.tokens").write_bytes(tokens[split])
-                    Path(made, f"{split}.ends").write_bytes(ends[split])
-                    digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
-                    about[split] = [len(tokens[split]), len(ends[split]), digest]
-                Path(made, "about.json").write_text(json.dumps(about))
-                os.chmod(made, 0o755)
-                try:
-                    os.rename(made, folder)
-                except OSError:
-                    # another process was first; or something else has the name
-                    if not folder.is_dir():
-                        raise
+            ) as half:
+                for split, tokens, ends in made:
+                    Path(half, f"{split}.tokens").write_bytes(tokens)
+                    Path(half, f"{split}.ends").write_bytes(ends)
+                    digest = hashlib.blake2b(tokens, digest_size=8).hexdigest()
+                    about[split] = [len(tokens), len(ends), digest]
+                Path(half, "about.json").write_text(json.dumps(about))
+                os.chmod(half, 0o755)
+                os.rename(half, folder)
         except OSError as error:
-            raise ValueError(
-                f"task.cache={self.cache} cannot be written: {error.strerror}"
-            ) from error
+            # else another process was first
+            if not folder.is_dir():
+                raise ValueError(
+                    f"task.cache={self.cache} cannot be written: {error.strerror}"
+                ) from error
 
     def _is_whole(self, part: _Part) -> bool:
         """Returns whether the file of the part is one document."""
         return part.file.endswith(".txt") and self.separator is None
 
-    def _pieces(self, part: _Part) -> Iterator[_Piece]:
-        """The documents of a part that are not blank, or pieces of its only one."""
-        if self._is_whole(part):
-            yield from _pieces_of_file(part)
-            return
-        if part.file.endswith(".txt"):
-            for place, data in _separated(part, self.separator.encode()):
-                if data.strip():
-                    yield _Piece(place, _decoded(data, place))
-            return
-        read = dict
-        rows = _separated(part, b"\n")
-        if part.file.endswith(".parquet"):
-            numbered = parquet_rows(part.file, [part.begin], [self.field])
-            group = f"{part.file}, group {part.begin + 1}, row"
-            rows = ((f"{group} {i}", row) for i, row in numbered)
+    def _documents(self, part: _Part) -> Iterator[tuple[str, str, bool]]:
+        """(place, text, whether it ends there) of the documents of a part that are not blank, or of
+        pieces of its only one. Raises ValueError."""
+        is_text = part.file.endswith(".txt")
+        if is_text or part.file.endswith(".jsonl"):
+            separator = self.separator if is_text else "\n"
+            found = _cut(part, separator and separator.encode())
+        elif is_hub(part.file):
+            rows = table_of_hub(part.file).select(range(part.begin, part.end))
+            found = (
+                (f"{part.file}, row {part.begin + i}", x, True) for i, x in enumerate(rows, 1)
+            )
         else:
-            read = KINDS["jsonl"][1]
-        for place, row in rows:
-            # a line of JSON may be blank
-            if not (row.strip() if isinstance(row, bytes) else row):
-                continue
+            group = f"{part.file}, group {part.begin + 1}, row"
+            rows = parquet_rows(part.file, [part.begin], [self.field])
+            found = ((f"{group} {i}", row, True) for i, row in rows)
+        for place, data, is_end in found:
             try:
-                row = read(row)
+                text = data.decode() if is_text else self._text_of(data)
+            except UnicodeDecodeError as error:
+                why = f"not UTF-8 (byte {error.start} from there)"
+                raise ValueError(f"{place}: {why}") from error
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            text = row.get(self.field)
-            if not isinstance(text, str):
-                if self.field in row:
-                    raise ValueError(
-                        f"{place}: {self.field!r} holds {shortened(text)}, which is no text"
-                    )
-                raise ValueError(
-                    f"{place}: no {self.field!r}; the row has {fields_of(row)}: "
-                    "task.field=NAME says which field is the text"
-                )
-            if text.strip():
-                yield _Piece(place, text)
+            if text.strip() or self._is_whole(part):
+                yield place, text, is_end
+
+    def _text_of(self, data: bytes | dict) -> str:
+        """The text in a row, or in its line, which may be blank. Raises ValueError."""
+        if isinstance(data, bytes) and not data.strip():
+            return ""
+        row = KINDS["jsonl"][1](data) if isinstance(data, bytes) else data
+        if isinstance(row.get(self.field), str):
+            return row[self.field]
+        if self.field in row:
+            text = shortened(row[self.field])
+            raise ValueError(f"{self.field!r} holds {text}, which is no text")
+        raise ValueError(
+            f"no {self.field!r}; the row has {fields_of(row)}: task.field=NAME says which field is "
+            "the text"
+        )
 
 
-def _decoded(data: bytes, place: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not UTF-8 (byte {error.start} from there)") from error
-
-
-def _separated(part: _Part, separator: bytes) -> Iterator[tuple[str, bytes]]:
-    """The texts between separators that begin in the part, with their places. Where several
-    newlines separate, more of them do, too: so each part finds the same separators."""
-    pattern = re.escape(separator)
-    if separator == separator[:1] * len(separator):
-        pattern = re.escape(separator[:1]) + b"{%d,}" % len(separator)
+def _cut(part: _Part, separator: bytes | None) -> Iterator[tuple[str, bytes, bool]]:
+    """(place, text, True) of the texts between separators that begin in the part. None: the file is
+    one text, and comes in pieces of whole lines, the last with True. Where several newlines
+    separate, more of them do, too: so each part finds the same separators."""
+    mark = separator or b"\n"
+    pattern = re.escape(mark)
+    if mark == mark[:1] * len(mark):
+        pattern = re.escape(mark[:1]) + b"{%d,}" % len(mark)
     between = re.compile(pattern)
     with open(part.file, "rb") as file:
         # a separator may end where the part begins
-        at = max(0, part.begin - len(separator))
+        at = max(0, part.begin - len(mark))
         file.seek(at)
         data = file.read(part.end - at)
         start = len(BOM_UTF8) if not at and data.startswith(BOM_UTF8) else 0
@@ -270,37 +261,19 @@ def _separated(part: _Part, separator: bytes) -> Iterator[tuple[str, bytes]]:
             before = between.search(data)
             start = before.end() if before else len(data)
         while at + start < part.end:
-            after = between.search(data, start)
-            # a run of separators may go on behind what was read, and a text does
+            # a piece ends with a line, and the last one of a part where the next part begins
+            least = 0 if separator else min(MORE, part.end - 1 - at - start)
+            after = between.search(data, start + least)
+            # a run of newlines may go on behind what was read, and a text does
             while (after is None or after.end() == len(data)) and (more := file.read(MORE)):
                 data = data[start:] + more
                 at += start
                 start = 0
-                after = between.search(data)
-            yield f"{part.file}, byte {at + start}", data[start : after and after.start()]
-            start = after.end() if after else len(data) + part.end
-
-
-def _pieces_of_file(part: _Part) -> Iterator[_Piece]:
-    """The text of a part of a file that is one document, in pieces of whole lines."""
-    with open(part.file, "rb") as file:
-        # a line that begins before the part is of the part before
-        file.seek(max(0, part.begin - 1))
-        if part.begin:
-            file.readline()
-        is_start = not part.begin
-        is_end = False
-        while not is_end:
-            begin = file.tell()
-            place = f"{part.file}, byte {begin}"
-            lines = file.readlines(min(MORE, part.end - begin)) if begin < part.end else []
-            data = b"".join(lines)
-            data = data.removeprefix(BOM_UTF8) if is_start else data
-            is_end = file.tell() >= part.end
-            if data or part.is_last:
-                ends = is_end and part.is_last
-                yield _Piece(place, _decoded(data, place), is_start, ends)
-            is_start = False
+                after = between.search(data, least)
+            end = after.end() if after else len(data)
+            text = data[start : after.start() if after and separator else end]
+            yield f"{part.file}, byte {at + start}", text, bool(separator) or end == len(data)
+            start = end
 
 
 class TokenRows(Sequence):
@@ -308,7 +281,7 @@ class TokenRows(Sequence):
     Example: rows[5] is {"row": 5, "split": "train"}, and rows.tokens(5) are its tokens."""
 
     def __init__(self, folders: list[Path], split: str, width: int):
-        """folders: of the parts. width: tokens of a row."""
+        """folders: of the parts, in order."""
         self.split = split
         self.width = width
         self._files = [str(folder / split) for folder in folders]
@@ -318,12 +291,9 @@ class TokenRows(Sequence):
         self.digest = hashlib.sha256(repr([width, *about]).encode()).hexdigest()[:16]
         # the first token of each part, and the number of all
         self._starts = np.cumsum([0, *(tokens for tokens, *_ in about)])
+        # those that begin and end documents are counted
+        self.num_tokens = int(self._starts[-1])
         self._ends: dict[int, np.ndarray] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Counts the tokens of all documents, with those that begin and end them."""
-        return int(self._starts[-1])
 
     def __len__(self) -> int:
         # the first token is predicted by nothing

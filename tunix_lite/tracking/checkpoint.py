@@ -74,8 +74,6 @@ class Checkpoints:
         self._there = epath.Path(address_of(self.folder) if self._is_direct else self.folder)
         self._keep = keep
         self.keep_best = keep_best
-        # what was measured of each checkpoint
-        self._measured: dict[int, Ranked | None] = {}
         # orbax's manager, once it is needed
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
@@ -200,7 +198,6 @@ class Checkpoints:
             if measured is not None:
                 about[_MEASURED] = measured._asdict()
             self._saving = (about, in_flight)
-            self._measured[step] = measured
             saved = self._manager.save(step, args=ocp.args.StandardSave(state))
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
@@ -242,7 +239,7 @@ class Checkpoints:
     def from_best(self, steps: Sequence[int]) -> list[int]:
         """Those of the steps that have the metric of the newest measured one, the best first, and
         of equals the earlier. Raises ValueError if one is damaged."""
-        ranked = {step: one for step in steps if (one := self.measured(step)) is not None}
+        ranked = {step: one for step in steps if (one := self.about(step)[1]) is not None}
         if not ranked:
             return []
         metric, _, is_lower_better = ranked[max(ranked)]
@@ -250,35 +247,26 @@ class Checkpoints:
         same = [step for step in ranked if ranked[step].metric == metric]
         return sorted(same, key=lambda step: (sign * ranked[step].value, step))
 
-    def measured(self, step: int) -> Ranked | None:
-        """What ranks the checkpoint of this step; None: nothing was measured. Raises ValueError if
-        it is damaged."""
+    def about(self, step: int) -> tuple[int, Ranked | None]:
+        """How many updates in a row were skipped up to this step, and what ranks its checkpoint;
+        None: nothing was measured. Raises ValueError if it is damaged."""
 
-        def read(file: Path) -> Ranked | None:
-            about = read_object(file).get(_MEASURED)
-            if about is None:
-                return None
-            measured = Ranked(**about)
-            if not math.isfinite(measured.value):
-                raise ValueError(f"{_MEASURED} is {shown(about)}")
-            return measured
+        def read(file: Path) -> tuple[int, Ranked | None]:
+            return understood(read_object(file))
 
-        if step not in self._measured:
-            self._measured[step] = self._beside(step, _ABOUT, read)
-        return self._measured[step]
-
-    def skipped_in_a_row(self, step: int) -> int:
-        """How many updates in a row were skipped up to this step. Raises ValueError if it is
-        damaged."""
-
-        def read(file: Path) -> int:
-            count = read_object(file).get(_SKIPPED)
+        def understood(about: dict) -> tuple[int, Ranked | None]:
+            count = about.get(_SKIPPED)
             if type(count) is not int or count < 0:
                 raise ValueError(f"{_SKIPPED} is {shown(count)}, and not a count")
-            return count
+            measured = about.get(_MEASURED)
+            ranked = None if measured is None else Ranked(**measured)
+            if ranked is not None and not math.isfinite(ranked.value):
+                raise ValueError(f"{_MEASURED} is {shown(measured)}")
+            return count, ranked
 
-        # a copy may have lost it
-        return self._beside(step, _ABOUT, read) or 0
+        # of one that is being saved it is not on the disk yet; a copy may have lost it
+        saving = self._saving[0] if self._saving[0].get("step") == step else {_SKIPPED: 0}
+        return self._beside(step, _ABOUT, read) or understood(saving)
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step; None: there are none. Raises ValueError if it is
@@ -433,6 +421,7 @@ class Checkpoints:
         if self._opened is not None:
             with self._as_os_error():
                 self._opened.wait_until_finished()
+            self._saving = {}, None
             # The first time after a save.
             if self._is_saved and self._when_whole is not None:
                 when_whole = self._when_whole

@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix_lite.basics import untrusted
 from tunix_lite.basics.addresses import shown_place
-from tunix_lite.basics.plain_text import encodable, shown, visible
+from tunix_lite.basics.plain_text import counted, encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, scores_of, seconds_in_words
@@ -304,7 +304,7 @@ class Status:
                 lines.append((", ".join(texts), "bold green"))
         if self.early_stopping:
             lines.append((self.early_stopping, "yellow"))
-        steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
+        steps = f"{counted(self.steps, 'step')} in {seconds_in_words(self.seconds)}"
         lines.append((f"{steps}; everything is in {shown_place(self._run_dir.path)}", ""))
         if self.stopped:
             anew = "begins anew, as no step was made"
