@@ -28,7 +28,8 @@ from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
-from tunix_lite.settings.resolved_run import ResolvedRun
+from tunix_lite.settings.resolved_run import ResolvedRun, scoring_models
+from tunix_lite.tasks.reward_models import RewardScorer
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
@@ -127,11 +128,12 @@ def build_learner(session: Session) -> Learner:
         )
     state, skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
 
-    # The algorithm's frozen models, such as a teacher.
+    # The models that only score, such as a teacher or a reward model.
     frozen_models = {}
+    asked = scoring_models(run)
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
-        with error_context(f"algorithm.{name}"), loading as on_bytes:
+        with error_context(asked[name].where), loading as on_bytes:
             storage = resolved.frozen_models[name].storage
             frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
 
@@ -158,10 +160,12 @@ def build_learner(session: Session) -> Learner:
     between_chunks = session.stopping.check_between_chunks
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
+    watched = _timed(watched, seconds)
+    session.task = replace(session.task, scorers=_reward_scorers(parts, resolved, watched))
     return Learner(
         state=state,
         frozen=frozen,
-        policy=_timed(watched, seconds),
+        policy=watched,
         train_step=parts.train_step or train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
@@ -171,6 +175,22 @@ def build_learner(session: Session) -> Learner:
         overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
+
+
+def _reward_scorers(
+    parts: Parts, resolved: ResolvedRun, policy: Policy
+) -> dict[str, RewardScorer]:
+    """The reward models of the task, loaded, by the names of their rewards. Raises ConfigError."""
+    scorers = {}
+    for reward, settings in resolved.run.task.reward_models.items():
+        name = f"reward_{reward}"
+        model = parts.frozen_models[name]
+        text = replace(parts.task.text, tokenizer=model.tokenizer)
+        rows = resolved.as_scorer(name).rows.num_rows
+        config = source.text_config(model)
+        with error_context(f"task.rewards.{reward}"):
+            scorers[reward] = RewardScorer(settings, text, policy.scorers[name], rows, config)
+    return scorers
 
 
 def _state_at_start(

@@ -342,6 +342,10 @@ class RunConfig:
     def __post_init__(self):
         check_seed(self.seed)
         _check_algorithm(self.algorithm, self.training, self.model.lora.dropout)
+        if self.algorithm.needs.output != "logits":
+            # a reward model samples nothing
+            evaluation = replace(self.evaluation, num_examples=0)
+            object.__setattr__(self, "evaluation", evaluation)
         _check_task(self)
         _check_overlap(self)
 
@@ -392,7 +396,8 @@ class RunConfig:
             return 0
         wanted = evaluation.loss_examples
         # a start counts the rows of text that are held out
-        usual = EVALUATED if self.task.packs_rows else evaluation.num_examples
+        has_prompts = not self.task.packs_rows and self.algorithm.needs.output == "logits"
+        usual = evaluation.num_examples if has_prompts else EVALUATED
         return usual if wanted is None else wanted
 
     @property

@@ -27,9 +27,9 @@ from tunix_lite.models import (
 )
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
-from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
+from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig, random_architecture
 from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -55,6 +55,46 @@ class FrozenModel:
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
     attention: str  # one of attention.IMPLEMENTATIONS
+
+
+class ScoringModel(NamedTuple):
+    """The settings of a model that only scores."""
+
+    where: str  # the setting that names it
+    settings: TeacherConfig
+    longest: int  # tokens of what it reads
+    # sequences per fsdp shard in one forward pass; None: those of an update
+    batch_size: int | None = None
+
+
+def scoring_models(run: RunConfig) -> dict[str, ScoringModel]:
+    """The models of a run that only score, by name: those of the algorithm, and as reward_NAME those
+    of rewards."""
+    models = {}
+    for name, settings in run.algorithm.needs.frozen_models.items():
+        prompt = settings.max_prompt_length or run.generation.max_prompt_length
+        longest = prompt + run.generation.max_new_tokens
+        models[name] = ScoringModel(f"algorithm.{name}", settings, longest)
+    for name, one in run.task.reward_models.items():
+        settings = TeacherConfig(one.weights, one.family, storage=one.storage)
+        where = f"task.rewards.{name}"
+        models[f"reward_{name}"] = ScoringModel(
+            where, settings, one.max_length, one.batch_size
+        )
+    return models
+
+
+def architecture_of(run: RunConfig, cfg: Architecture) -> Architecture:
+    """The architecture as the algorithm needs it: reward models give numbers in place of logits.
+    Raises ValueError for a reward model where logits are needed."""
+    output = run.algorithm.needs.output
+    if "logits" == output != cfg.output:
+        raise ValueError(
+            f"model.weights={run.model.weights} is a reward model, which samples no tokens; it goes "
+            "with algorithm=reward_model, or as a reward with the line "
+            "'+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}'"
+        )
+    return replace(cfg, output=output)
 
 
 class _Tables(NamedTuple):
@@ -242,12 +282,21 @@ class ResolvedRun:
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
+        asked = scoring_models(self.run)[name]
+        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         run = self.run
-        if longest := run.algorithm.needs.frozen_models[name].max_prompt_length:
+        if (size := asked.batch_size) is not None:
+            # whole conversations, of which the last token counts
+            lengths = {"max_prompt_length": asked.longest - 1, "max_new_tokens": 1}
+            run = replace(run, generation=replace(run.generation, **lengths))
+            batch = BatchPlan(size * self.fsdp, 1, self.fsdp, size, 1)
+            rows = RowLayout("none", 1, 1, num_rows=batch.sequences)
+            changed |= {"batch": batch, "rows": rows}
+            return replace(self, run=run, frozen_models={}, **changed)
+        if longest := asked.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
         rows = plan_rows(run, self.batch, has_large_head(model.cfg))
-        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
     @property
@@ -285,8 +334,8 @@ class ResolvedRun:
         if self.lora is None:
             return _Tables(stored_table(table, storage), None)
         adapters = jax.tree.map(
-            lambda w: replace(w, dtype=STORAGE[storage]),
-            adapter_weights(table, self.lora),
+            lambda w: w if w.is_exact else replace(w, dtype=STORAGE[storage]),
+            trained_weights(table, self.lora),
             is_leaf=weights.is_weight,
         )
         return _Tables(adapters, stored_table(table, self.lora.base))
@@ -361,6 +410,8 @@ def resolve_run(
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
         )
+    with error_context("model.weights"):
+        cfg = architecture_of(run, cfg)
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.
@@ -419,25 +470,30 @@ def resolve_run(
         **reasons,
     )
 
-    # The models of the algorithm that only score: they go with the mesh and with the lengths.
+    # The models that only score: they go with the mesh and with the lengths.
     frozen = {}
-    for name, settings in run.algorithm.needs.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
+    for name, asked in scoring_models(run).items():
+        settings = asked.settings
+        with error_context(asked.where):
             theirs = frozen_cfgs and frozen_cfgs[name]
             theirs = theirs or find_model(settings.as_model())[0]
+            if asked.batch_size is not None and theirs.output == "logits":
+                # what the weights are, is seen when they are there
+                theirs = replace(theirs, output="score")
             table = stored_table(decoder.weights(theirs), settings.storage)
             # a plan has the sizes of a mesh, and no devices for one
             shape = SimpleNamespace(shape=mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
-            total = settings.max_prompt_length or run.generation.max_prompt_length
-            total += run.generation.max_new_tokens
-            if total > theirs.max_positions:
+            if asked.longest > theirs.max_positions:
+                lengths = "max_prompt_length + generation.max_new_tokens"
+                of = "max_length" if asked.batch_size is not None else lengths
                 raise ValueError(
                     f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
-                    f"max_prompt_length + generation.max_new_tokens is {total}"
+                    f"{of} is {asked.longest}"
                 )
             # a teacher may have heads that a kernel cannot take
-            chosen, _ = _choose_attention(run, theirs, rows, platform, is_attached)
+            layout = rows if asked.batch_size is None else RowLayout()
+            chosen, _ = _choose_attention(run, theirs, layout, platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
 
@@ -445,7 +501,7 @@ def resolve_run(
 def has_large_head(cfg: Architecture) -> bool:
     """Returns whether products with the output embedding are so much of an update that scoring a
     quarter fewer tokens is worth the time to compile another program."""
-    head = cfg.vocab_size * cfg.embed_dim
+    head = cfg.vocab_size * cfg.embed_dim * (cfg.output == "logits")
     return head >= max(LARGE_HEAD, LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg)))
 
 
@@ -487,7 +543,7 @@ def check_model_divides(
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:
-        tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+        tables = [stored_table(table, lora.base), trained_weights(table, lora)]
     mesh = SimpleNamespace(shape=mesh_shape)
     for part in tables:
         weights.check_divisible(part, mesh, run.sharding.table("train"))
