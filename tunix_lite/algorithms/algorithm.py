@@ -193,8 +193,7 @@ class Needs:
     # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
     # are sums then.
     held_out_loss: str | None = None
-    # what its policy gives of a token: logits, or score, the number of a reward model, which samples
-    # nothing
+    # what its policy gives of a token: logits, or score, the number of a reward model
     output: str = "logits"
 
     def __post_init__(self):

@@ -27,9 +27,9 @@ def with_shares(
 ) -> Batch:
     """The batch with all that the update needs to know of its pairs: advantages and streams.
 
-    rows: of the chosen and of the rejected sequences, [pairs] int each. slopes: of the loss of a pair
-    by a score of either. logged: numbers of a pair by the name of their stream, whose mean over pairs
-    is a metric. loss_weight is 1 / pairs on the tokens that count."""
+    rows: of the chosen and of the rejected sequences, [pairs] int each. slopes: of the loss of a
+    pair by a score of either. logged: numbers of a pair by the name of their stream, whose mean
+    over pairs is a metric. loss_weight is 1 / pairs on the tokens that count."""
     # They go to all tokens of the two: each token has to know its share.
     counts = np.asarray(batch.loss_weight) != 0
     lengths = counts.sum(axis=1)
@@ -50,8 +50,8 @@ def with_shares(
 def loss_of_shares(
     scores: TokenScores, batch: RowBatch, of_loss: str
 ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss at today's weights, with its gradient, and the sum of each stream by its name.
-    of_loss: the stream of the losses."""
+    """Returns the loss at today's weights, with its gradient, and the sum of each stream by its
+    name. of_loss: the stream of the losses."""
     scores_RW = jnp.where(batch.loss_weight != 0, scores.logprobs, 0.0)
     # 0, with the gradient of the scores
     slope_RW = batch.advantages * (scores_RW - jax.lax.stop_gradient(scores_RW))

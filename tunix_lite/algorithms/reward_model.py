@@ -15,6 +15,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, with_shares
+from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 STREAMS = ("pair_loss", "pair_margin", "pair_is_right", "pair_mean")
@@ -25,7 +26,7 @@ class RewardModelTraining:
     """Learns to give the chosen one of two conversations the larger number.
     Example: RewardModelTraining(margin="margin") wants r_chosen to be larger by that column."""
 
-    # Column of the data with the least difference of the two rewards that is wanted. null wants none.
+    # Column with the least difference of the two rewards that is wanted. null wants none.
     margin: str | None = None
     # Weight of (r_chosen + r_rejected)^2, which keeps rewards around 0. 0 leaves it out.
     centering: float = 0.0
@@ -98,7 +99,7 @@ class RewardModelTraining:
         value = example.get(self.margin)
         if not isinstance(value, int | float) or not np.isfinite(value):
             raise ValueError(
-                f"algorithm.margin={self.margin}: a pair has {str(value):.80} there, which is no "
+                f"algorithm.margin={self.margin}: a pair has {shortened(value)} there, which is no "
                 "finite number"
             )
         return float(value)

@@ -143,7 +143,7 @@ def batch_scores(
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
-    [R, W, V] never exist. Of a reward model, the numbers that it gives these tokens, and no entropy.
+    [R, W, V] never exist. Of a reward model the numbers of these tokens, and no entropy.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""

@@ -14,8 +14,8 @@ class RewardModel:
     Example: RewardModel("outputs/my_reward_model") for a folder that algorithm=reward_model and
     `tunix-lite export` have made; RewardModel("org/name", storage="int8") for one of the hub.
 
-    It is no function: a run loads it beside its policy, frozen, and scores all completions of a step
-    at once (tasks/reward_models.py)."""
+    It is no function: a run loads it beside its policy, frozen, and scores all completions of a
+    step at once (tasks/reward_models.py)."""
 
     # Folder of a transformers AutoModelForSequenceClassification with one label, or a hub name.
     weights: str

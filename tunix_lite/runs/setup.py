@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -359,8 +358,8 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
 
 @contextlib.contextmanager
 def _of_frozen(place: str) -> Iterator[None]:
-    """A ValueError about a model from inside becomes a ConfigError about the setting of a model that
-    only scores: model.weights is algorithm.teacher.weights then."""
+    """A ValueError about a model from inside becomes a ConfigError about the setting of a model
+    that only scores: model.weights is algorithm.teacher.weights then."""
     try:
         yield
     except ValueError as error:

@@ -68,8 +68,8 @@ class ScoringModel(NamedTuple):
 
 
 def scoring_models(run: RunConfig) -> dict[str, ScoringModel]:
-    """The models of a run that only score, by name: those of the algorithm, and as reward_NAME those
-    of rewards."""
+    """The models of a run that only score, by name: those of the algorithm, and as reward_NAME
+    those of rewards."""
     models = {}
     for name, settings in run.algorithm.needs.frozen_models.items():
         prompt = settings.max_prompt_length or run.generation.max_prompt_length
@@ -90,8 +90,8 @@ def architecture_of(run: RunConfig, cfg: Architecture) -> Architecture:
     output = run.algorithm.needs.output
     if "logits" == output != cfg.output:
         raise ValueError(
-            f"model.weights={run.model.weights} is a reward model, which samples no tokens; it goes "
-            "with algorithm=reward_model, or as a reward with the line "
+            f"model.weights={run.model.weights} is a reward model, which samples no tokens; it "
+            "goes with algorithm=reward_model, or as a reward: "
             "'+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}'"
         )
     return replace(cfg, output=output)

@@ -36,13 +36,13 @@ class RewardScorer:
         numbers = [self.config.get(name) for name in ("mean", "std")]
         if not all(isinstance(x, int | float) for x in numbers) or not numbers[1] > 0:
             raise ValueError(
-                f"normalize=true: config.json has mean={numbers[0]} and std={numbers[1]}; they must "
-                "be numbers, std above 0; leave normalize out"
+                f"normalize=true: config.json has mean={numbers[0]} and std={numbers[1]}; they "
+                "must be numbers, std above 0; leave normalize out"
             )
 
     def row(self, example: dict, completion: str) -> list[int]:
-        """The tokens of a conversation, up to the one at which transformers reads the number. Raises
-        ValueError for a conversation that the tokenizer or the template cannot write."""
+        """The tokens of a conversation, up to the one at which transformers reads the number.
+        Raises ValueError for a conversation that the tokenizer or the template cannot write."""
         ids = self.text.conversation(example, [Message("assistant", completion)])
         most = self.settings.max_length
         is_left = self.text.tokenizer.truncation_side == "left"

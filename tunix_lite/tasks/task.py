@@ -161,10 +161,10 @@ class TaskConfig:
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if not np.isfinite(reward.weight):
                 raise ValueError(f"rewards.{name}.weight={reward.weight} is no finite number")
-        if self.reward_models and self.environment is not None:
+        for name in self.reward_models if self.environment is not None else ():
             raise ValueError(
-                f"rewards.{[*self.reward_models][0]} is a reward model, which reads single turns, and "
-                "task.environment makes conversations; leave one of the two out"
+                f"rewards.{name} is a reward model, which reads single turns, and task.environment "
+                "makes conversations; leave one of the two out"
             )
         if self.correct not in self.reward_models.values():
             _check_call("correct", self.correct, "completion, example")
@@ -283,7 +283,7 @@ class Task:
     conversation: ConversationConfig = ConversationConfig()
     # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
-    # the loaded reward models by the names of their rewards; {}: there are none, or none is loaded yet
+    # loaded reward models by the names of their rewards; {}: there are none, or none is loaded
     scorers: Mapping[str, RewardScorer] = field(default_factory=dict)
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
@@ -499,9 +499,9 @@ class Task:
         self, examples: list[dict], name: str = "completion"
     ) -> tuple[np.ndarray, np.ndarray]:
         """tokens and token_mask, [B, T] each: whole conversations with the answers in the field
-        `name`, left-padded: the last column is the token at which a reward model is read. One that is
-        too long loses its beginning with generation.long_prompts=truncate, else it is a ValueError
-        naming it."""
+        `name`, left-padded: the last column is the token at which a reward model is read. One that
+        is too long loses its beginning with generation.long_prompts=truncate, else it is a
+        ValueError naming it."""
         width = self.max_prompt_length + self.max_new_tokens
         rows = []
         for example in examples:
@@ -509,9 +509,9 @@ class Task:
             row = read_until(ids, self.tokenizer.pad_id)
             if len(row) > width and self.long_prompts != "truncate":
                 raise _TooLong(
-                    f"{self.text.place(example)}the conversation with `{name}` has {len(row)} tokens, "
-                    f"more than generation.max_prompt_length + max_new_tokens={width}; raise one of "
-                    f"them by {len(row) - width}, {TRUNCATE}"
+                    f"{self.text.place(example)}the conversation with `{name}` has {len(row)} "
+                    f"tokens, more than generation.max_prompt_length + max_new_tokens={width}; "
+                    f"raise one of them by {len(row) - width}, {TRUNCATE}"
                 )
             rows.append(row[-width:])
         return left_padded(rows, width, self.tokenizer.pad_id)
@@ -671,14 +671,14 @@ class Grader:
         return replace(graded, metrics=metrics)
 
     def _ask_reward_models(self, calls: dict[int, dict[str, Outcome]]) -> None:
-        """Adds their outcomes to those of each completion, on all processes alike. Raises ValueError
-        as the pool does, and where one is not loaded."""
+        """Adds their outcomes to those of each completion, on all processes alike. Raises
+        ValueError as the pool does, and where one is not loaded."""
         texts = [str(self._completions[row]) for row in range(len(self.examples))]
         for name in self.task.config.reward_models:
             if name not in self.task.scorers:
                 raise ValueError(
-                    f"rewards.{name} is a reward model, which a training run alone loads; leave it out "
-                    "here"
+                    f"rewards.{name} is a reward model, which a training run alone loads; "
+                    "leave it out here"
                 )
             for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
                 one = self._pool.by_name([_of(name)], texts[row], iter([outcome]))

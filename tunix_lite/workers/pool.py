@@ -186,8 +186,8 @@ class Pool:
     def by_name(
         self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
     ) -> dict[str, Outcome]:
-        """The next outcomes by the names of their functions, as on_none takes them. Raises ValueError for a failure if
-        on_error=raise."""
+        """The next outcomes by the names of their functions, as on_none takes them. Raises
+        ValueError for a failure if on_error=raise."""
         on_none = self.settings.on_none
         by_name = {}
         for name in names:
