@@ -1,5 +1,5 @@
-"""Pairs for `algorithm=reward_model` or `dpo`: of each problem of the bundled arithmetic, a right and a wrong
-completion of the bundled model, in a file.
+"""Pairs for `algorithm=reward_model` or `dpo`, in a file: of each problem of the bundled
+arithmetic, a right and a wrong completion of the bundled model.
 
     python examples/sampled_pairs.py pairs.jsonl 4000
 """

@@ -16,6 +16,7 @@ from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
 from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.inference.export import export
+from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
@@ -68,9 +69,11 @@ def test_the_number_of_a_token_is_a_sum_of_products(bias):
 
 @pytest.mark.parametrize("centering", [0.0, 0.3])
 @pytest.mark.parametrize("margin", [None, "gap"])
-@pytest.mark.parametrize("parts", [1, 6])
-def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, parts):
-    """Also with one sequence in a micro-batch, so that no micro-batch holds a whole pair."""
+@pytest.mark.parametrize(
+    "layout", [RowLayout(), RowLayout("none", 6), RowLayout("sequences", 2, None, RowShape(20), 3)]
+)
+def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
+    """Also with one sequence in a micro-batch, so that no micro-batch holds a whole pair, and packed."""
     cfg = replace(cfg, output="score")
     params = random_params(cfg, seed=3)
     rng = np.random.default_rng(2)
@@ -81,7 +84,6 @@ def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, parts):
     )
     examples = [{"gap": 0.5}, {"gap": 0.0}, {"gap": 2}]
     algorithm = RewardModelTraining(margin=margin, centering=centering)
-    layout = RowLayout("none", parts)
     policy = make_policy(cfg, None, temperature=1.0, rows=layout)
     batch, _, _ = algorithm.collect(policy, task, params, examples, None)
     step = TrainStep(policy, algorithm, optax.sgd(1.0))
@@ -243,9 +245,7 @@ def test_a_run_learns_from_a_reward_model(folder, tmp_path):
     scorer = scorer_of(folder)
     scorer = replace(scorer, text=replace(scorer.text, template=PromptTemplate("What is {question}?")))
     expected = scorer(examples, [one["completion"] for one in samples])
-    np.testing.assert_allclose(
-        [one["rewards"]["rm"] for one in samples], [one.value for one in expected], atol=1e-5
-    )
+    np.testing.assert_allclose([one["rewards"]["rm"] for one in samples], [one.value for one in expected], atol=1e-5)
     (row,) = [row for row in rows_of(tmp_path / "run") if "reward/rm" in row]
     assert row["time/reward_rm"] > 0 and row["reward/rm"] == pytest.approx(np.mean([o.value for o in expected]))
     assert "reward_rm" in (tmp_path / "run" / "plan.json").read_text()
@@ -344,9 +344,9 @@ def test_a_conversation_that_is_too_long_is_refused_with_its_length(pairs, token
     np.testing.assert_array_equal(cut.conversations([example], "chosen")[0][0], ids[-12:])
 
 
-def test_packed_rows_are_refused(pairs):
-    with pytest.raises(ConfigError, match="RewardModelTraining does not say that its loss may be computed so"):
-        compose([*TINY, *TRAIN, f"task.train={pairs}", "training.packing=sequences"])
+def test_prompts_are_not_shared(pairs):
+    with pytest.raises(ConfigError, match="reads whole conversations and shares no prompts; set training.packing=seq"):
+        compose([*TINY, *TRAIN, f"task.train={pairs}", "training.packing=prefix"])
 
 
 __all__ = ["RunDir", "RunFailed", "Tokenizer", "prepare"]

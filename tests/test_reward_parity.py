@@ -81,7 +81,9 @@ def test_rewards_equal_those_of_transformers(saved, template, pad, most):
             {"role": "assistant", "content": completion},
         ]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-        rows.append(tokenizer(text, add_special_tokens=False, truncation=most is not None, max_length=most)["input_ids"])
+        rows.append(
+            tokenizer(text, add_special_tokens=False, truncation=most is not None, max_length=most)["input_ids"]
+        )
     scorer = scorer_of(folder, num_rows=3, **({} if most is None else {"max_length": most}))
     ours = [outcome.value for outcome in scorer(EXAMPLES, COMPLETIONS)]
     for side in ("right", "left"):

@@ -37,8 +37,7 @@ class RewardModelTraining:
     num_generations = 2
     # the slopes are those of today's weights, so they serve one update
     updates_per_rollout = 1
-    # a row is one conversation, which is read at its last token
-    loss_reduction = None
+    loss_reduction = "tokens"
 
     @property
     def needs(self) -> Needs:

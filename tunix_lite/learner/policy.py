@@ -152,12 +152,9 @@ def batch_scores(
     R, W = batch.tokens.shape
     M = batch.is_scored.shape[1]
 
-    # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M]; of a
-    # reward model those of the tokens themselves, which stand one to a row.
+    # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
     # Unpacked rows take slices: gathers take a CPU twice as long as the head.
-    if cfg.output != "logits":
-        before_RMD = hidden_RWD[:, -M:]
-    elif batch.scored is None:
+    if batch.scored is None:
         before_RMD = hidden_RWD[:, -M - 1 : -1]
         targets_RM = batch.tokens[:, -M:]
     else:
@@ -176,7 +173,9 @@ def batch_scores(
         return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
     if cfg.output != "logits":
-        return TokenScores(in_rows(scalar_scores(params, before_RMD)), None)
+        # the number up to a token, that itself included
+        numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
+        return TokenScores(numbers_RW, None)
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     return jax.tree.map(in_rows, scores_RM)

@@ -427,6 +427,12 @@ def reduction_of(algorithm: Algorithm) -> str | None:
     return getattr(algorithm, "loss_reduction", None)
 
 
+def packings_of(needs: Needs) -> tuple[str, ...]:
+    """The names of packing, other than none, that these needs allow. Of a conversation that a
+    reward model reads only the last token counts, so that no prompt is seen to be shared."""
+    return ("sequences",) if needs.output == "score" else PACKING[1:]
+
+
 def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:
     """Raises ValueError for malformed needs, or a loss that does not go with packed rows."""
     name = type(algorithm).__name__
@@ -447,6 +453,13 @@ def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -
             f"{packing}: a row then holds several completions, and {name} does not say that its "
             f"loss may be computed so; write into the class {choices}; or give "
             "training.packing=none"
+        )
+    if training.is_packed and training.packing not in (
+        allowed := packings_of(algorithm.needs)
+    ):
+        raise ValueError(
+            f"{packing}: {name} reads whole conversations and shares no prompts; set "
+            f"training.packing={allowed[0]}"
         )
     if training.is_packed and dropout:
         raise ValueError(
