@@ -78,8 +78,14 @@ class RewardModelTraining:
         rewards_B = np.float64(policy.rescore(params, batch)[:, -1])
         chosen, rejected = rewards_B[0::2], rewards_B[1::2]
         margins = np.zeros(len(examples))
-        if self.margin is not None:
-            margins = np.array([self._margin_of(example) for example in examples])
+        for place, example in enumerate(examples if self.margin is not None else ()):
+            value = example.get(self.margin)
+            if not isinstance(value, int | float) or not np.isfinite(value):
+                raise ValueError(
+                    f"algorithm.margin={self.margin}: a pair has {shortened(value)} there, which "
+                    "is no finite number"
+                )
+            margins[place] = value
 
         # Each pair: its loss, and the slopes of that by the two rewards.
         gaps = chosen - rejected - margins
@@ -93,15 +99,6 @@ class RewardModelTraining:
             batch, rows, (pulls - slopes, pulls + slopes), dict(zip(STREAMS, values))
         )
         return shares, metrics, None
-
-    def _margin_of(self, example: dict) -> float:
-        value = example.get(self.margin)
-        if not isinstance(value, int | float) or not np.isfinite(value):
-            raise ValueError(
-                f"algorithm.margin={self.margin}: a pair has {shortened(value)} there, which is no "
-                "finite number"
-            )
-        return float(value)
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""

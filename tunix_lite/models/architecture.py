@@ -239,8 +239,7 @@ class Architecture:
     final_softcap: float | None = None
     # Longest sequence, in tokens.
     max_positions: int = 131_072
-    # What the model gives of a token: logits, or score and biased_score, the number of a reward
-    # model. algorithm=reward_model sets it.
+    # What it gives of a token: logits, or score or biased_score, the number of a reward model.
     output: str = "logits"
 
     # ---- layers of several shapes, as Gemma 4 has them

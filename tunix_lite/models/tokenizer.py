@@ -403,8 +403,8 @@ class Tokenizer:
             "user",
             "assistant",
         ]:
-            asked, answer = (message["content"] for message in messages)
-            return [*self.prompt(asked), *self.demonstration(asked, answer)]
+            message, answer = (turn["content"] for turn in messages)
+            return [*self.prompt(message), *self.demonstration(message, answer)]
 
         def write(read: Read) -> str:
             values = read_quoted(variables, read)

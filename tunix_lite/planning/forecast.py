@@ -13,7 +13,7 @@ from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.rollout.engine import padded_width, prompt_widths
-from tunix_lite.settings.resolved_run import ResolvedRun, scoring_models
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def forecast(
     )
     work = row_work(resolved, batch)
     turns = 1 if resolved.rows.packing == "none" else work.parts
-    asked = scoring_models(resolved.run)
+    scoring = resolved.run.scoring_models
     for name in (["scoring"] if resolved.scores else []) + list(resolved.frozen_models):
         calls = turns * mini_batches
-        if name in asked and (size := asked[name].batch_size) is not None:
+        if name in scoring and (size := scoring[name].batch_size) is not None:
             # a reward model, whose rows are all taken as the longest
             calls = -(-completions.size // (size * resolved.fsdp))
         seconds[name] = once[name] * calls * share

@@ -3,10 +3,6 @@ conversation with a tokenizer and a chat template of its own, and gives it one n
 
 from dataclasses import dataclass
 
-from tunix_lite.basics.addresses import check_place
-
-STORAGES = ("fp32", "bf16", "int8", "nf4")
-
 
 @dataclass(frozen=True)
 class RewardModel:
@@ -32,11 +28,8 @@ class RewardModel:
     normalize: bool = False
 
     def __post_init__(self):
-        check_place("weights", self.weights)
-        if self.weights in ("bundled", "random"):
-            raise ValueError(f"weights={self.weights} is no reward model; give its folder")
-        if self.storage not in STORAGES:
-            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGES)}")
+        if self.weights == "bundled":
+            raise ValueError("weights=bundled is no reward model; give the folder of one")
         if self.max_length < 2 or self.batch_size < 1:
             raise ValueError(
                 f"max_length={self.max_length} must be at least 2, batch_size={self.batch_size} at "

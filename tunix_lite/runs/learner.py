@@ -17,6 +17,7 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import compiled_together, stopwatch
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
@@ -28,8 +29,9 @@ from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
-from tunix_lite.settings.resolved_run import ResolvedRun, scoring_models
+from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.reward_models import RewardScorer
+from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
@@ -130,10 +132,10 @@ def build_learner(session: Session) -> Learner:
 
     # The models that only score, such as a teacher or a reward model.
     frozen_models = {}
-    asked = scoring_models(run)
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
-        with error_context(asked[name].where), loading as on_bytes:
+        where = run.scoring_models[name].where
+        with error_context(where), loading as on_bytes:
             storage = resolved.frozen_models[name].storage
             frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
 
@@ -161,7 +163,8 @@ def build_learner(session: Session) -> Learner:
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     watched = _timed(watched, seconds)
-    session.task = replace(session.task, scorers=_reward_scorers(parts, resolved, watched))
+    scorers = _reward_scorers(session.task, parts.frozen_models, watched, resolved.fsdp)
+    session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
@@ -178,18 +181,18 @@ def build_learner(session: Session) -> Learner:
 
 
 def _reward_scorers(
-    parts: Parts, resolved: ResolvedRun, policy: Policy
+    task: Task, models: dict[str, FoundModel], policy: Policy, fsdp: int
 ) -> dict[str, RewardScorer]:
     """The reward models of the task, loaded, by the names of their rewards. Raises ConfigError."""
     scorers = {}
-    for reward, settings in resolved.run.task.reward_models.items():
-        name = f"reward_{reward}"
-        model = parts.frozen_models[name]
-        text = replace(parts.task.text, tokenizer=model.tokenizer)
-        rows = resolved.as_scorer(name).rows.num_rows
+    for name, settings in task.config.reward_models.items():
+        model = models[f"reward_{name}"]
+        text = replace(task.text, tokenizer=model.tokenizer)
+        scorer = policy.scorers[f"reward_{name}"]
         config = source.text_config(model)
-        with error_context(f"task.rewards.{reward}"):
-            scorers[reward] = RewardScorer(settings, text, policy.scorers[name], rows, config)
+        with error_context(f"task.rewards.{name}"):
+            num_rows = settings.batch_size * fsdp
+            scorers[name] = RewardScorer(settings, text, scorer, num_rows, config)
     return scorers
 
 

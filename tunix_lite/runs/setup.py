@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
+from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -45,12 +46,11 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import EVALUATED, RunConfig
+from tunix_lite.settings.config import EVALUATED, RunConfig, ScoringModel
 from tunix_lite.settings.resolved_run import (
     ResolvedRun,
     architecture_of,
     resolve_run,
-    scoring_models,
 )
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.hub_rows import is_hub
@@ -134,10 +134,10 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
         model = source.download(parts.model)
     frozen_models = {}
     for name, frozen in parts.frozen_models.items():
-        asked = scoring_models(run)[name]
-        with _of_frozen(asked.where):
+        scoring = run.scoring_models[name]
+        with _of_frozen(scoring.where):
             frozen_models[name] = source.download(frozen)
-            if asked.batch_size is not None:
+            if scoring.batch_size is not None:
                 frozen_models[name] = source.with_score(frozen_models[name])
     parts = replace(parts, model=model, frozen_models=frozen_models)
 
@@ -201,10 +201,12 @@ def find_parts(run: RunConfig) -> Parts:
                 check()
     with error_context(""):
         model = source.locate(run.model)
-        model = replace(model, cfg=architecture_of(run, model.cfg))
+        cfg = architecture_of(run.model, model.cfg, run.algorithm.needs)
+        model = replace(model, cfg=cfg)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
-    frozen_models = locate_frozen(run, model)
+    comparison = run.algorithm.needs.comparison
+    frozen_models = locate_frozen(run.scoring_models, comparison, model)
 
     task = run.task.task(
         model.tokenizer,
@@ -336,18 +338,21 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
         raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
 
 
-def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
+def locate_frozen(
+    scoring_models: dict[str, ScoringModel],
+    comparison: TeacherComparison | None,
+    model: FoundModel,
+) -> dict[str, FoundModel]:
     """The models that only score, by name, short of their weights. Raises ConfigError."""
     models = {}
-    for name, asked in scoring_models(run).items():
-        with _of_frozen(asked.where):
-            if asked.batch_size is None:
-                models[name] = source.locate_teacher(asked.settings, model)
+    for name, scoring in scoring_models.items():
+        with _of_frozen(scoring.where):
+            if scoring.batch_size is None:
+                models[name] = source.locate_teacher(scoring.settings, model)
             else:
                 # it has a tokenizer of its own
-                found = source.locate(asked.settings.as_model())
-                models[name] = replace(found, cfg=replace(found.cfg, output="score"))
-    comparison = run.algorithm.needs.comparison
+                located = source.locate(scoring.settings.as_model())
+                models[name] = replace(located, cfg=replace(located.cfg, output="score"))
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
         raise ConfigError(
             f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="

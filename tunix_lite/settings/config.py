@@ -23,9 +23,10 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
-from tunix_lite.models.source import ModelConfig
+from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
@@ -315,6 +316,28 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
+class ScoringModel:
+    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
+    Example: run.scoring_models["reward_rm"].longest is task.rewards.rm.max_length."""
+
+    where: str  # the setting that names it
+    settings: TeacherConfig
+    longest: int  # tokens of what it reads
+    # sequences per fsdp shard in one forward pass of a reward model; None: it is a teacher
+    batch_size: int | None = None
+
+    def check_length(self, cfg: Architecture) -> None:
+        """Raises ValueError if it was made for shorter texts."""
+        if self.longest > cfg.max_positions:
+            lengths = "max_prompt_length + generation.max_new_tokens"
+            of = lengths if self.batch_size is None else "max_length"
+            raise ValueError(
+                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
+                f"{of} is {self.longest}"
+            )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on.
     Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it"."""
@@ -387,6 +410,24 @@ class RunConfig:
                 f"evaluation.{of}_examples is 0 here; set it above 0{needed}, or name another "
                 f"metric, such as training.best_metric={other}"
             )
+
+    @property
+    def scoring_models(self) -> dict[str, ScoringModel]:
+        """Returns the models that only score, by name: those of the algorithm, and as reward_NAME
+        those of rewards."""
+        models = {}
+        lengths = self.generation
+        for name, settings in self.algorithm.needs.frozen_models.items():
+            prompt = settings.max_prompt_length or lengths.max_prompt_length
+            longest = prompt + lengths.max_new_tokens
+            models[name] = ScoringModel(f"algorithm.{name}", settings, longest)
+        for name, one in self.task.reward_models.items():
+            where = f"task.rewards.{name}"
+            with error_context(where):
+                settings = TeacherConfig(one.weights, one.family, storage=one.storage)
+            scoring = ScoringModel(where, settings, one.max_length, one.batch_size)
+            models[f"reward_{name}"] = scoring
+        return models
 
     @property
     def loss_examples(self) -> int:

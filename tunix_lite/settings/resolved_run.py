@@ -29,7 +29,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig, random_architecture
+from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
 from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -57,44 +57,16 @@ class FrozenModel:
     attention: str  # one of attention.IMPLEMENTATIONS
 
 
-class ScoringModel(NamedTuple):
-    """The settings of a model that only scores."""
-
-    where: str  # the setting that names it
-    settings: TeacherConfig
-    longest: int  # tokens of what it reads
-    # sequences per fsdp shard in one forward pass; None: those of an update
-    batch_size: int | None = None
-
-
-def scoring_models(run: RunConfig) -> dict[str, ScoringModel]:
-    """The models of a run that only score, by name: those of the algorithm, and as reward_NAME
-    those of rewards."""
-    models = {}
-    for name, settings in run.algorithm.needs.frozen_models.items():
-        prompt = settings.max_prompt_length or run.generation.max_prompt_length
-        longest = prompt + run.generation.max_new_tokens
-        models[name] = ScoringModel(f"algorithm.{name}", settings, longest)
-    for name, one in run.task.reward_models.items():
-        settings = TeacherConfig(one.weights, one.family, storage=one.storage)
-        where = f"task.rewards.{name}"
-        models[f"reward_{name}"] = ScoringModel(
-            where, settings, one.max_length, one.batch_size
-        )
-    return models
-
-
-def architecture_of(run: RunConfig, cfg: Architecture) -> Architecture:
+def architecture_of(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
     """The architecture as the algorithm needs it: reward models give numbers in place of logits.
     Raises ValueError for a reward model where logits are needed."""
-    output = run.algorithm.needs.output
-    if "logits" == output != cfg.output:
+    if "logits" == needs.output != cfg.output:
         raise ValueError(
-            f"model.weights={run.model.weights} is a reward model, which samples no tokens; it "
-            "goes with algorithm=reward_model, or as a reward: "
+            f"model.weights={model.weights} is a reward model, which samples no tokens; it goes "
+            "with algorithm=reward_model, or as a reward: "
             "'+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}'"
         )
-    return replace(cfg, output=output)
+    return replace(cfg, output=needs.output)
 
 
 class _Tables(NamedTuple):
@@ -282,18 +254,18 @@ class ResolvedRun:
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
-        asked = scoring_models(self.run)[name]
+        scoring = self.run.scoring_models[name]
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         run = self.run
-        if (size := asked.batch_size) is not None:
+        if (size := scoring.batch_size) is not None:
             # whole conversations, of which the last token counts
-            lengths = {"max_prompt_length": asked.longest - 1, "max_new_tokens": 1}
+            lengths = {"max_prompt_length": scoring.longest - 1, "max_new_tokens": 1}
             run = replace(run, generation=replace(run.generation, **lengths))
             batch = BatchPlan(size * self.fsdp, 1, self.fsdp, size, 1)
             rows = RowLayout("none", 1, 1, num_rows=batch.sequences)
             changed |= {"batch": batch, "rows": rows}
             return replace(self, run=run, frozen_models={}, **changed)
-        if longest := asked.settings.max_prompt_length:
+        if longest := scoring.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
         rows = plan_rows(run, self.batch, has_large_head(model.cfg))
@@ -411,7 +383,7 @@ def resolve_run(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
         )
     with error_context("model.weights"):
-        cfg = architecture_of(run, cfg)
+        cfg = architecture_of(run.model, cfg, run.algorithm.needs)
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.
@@ -472,27 +444,22 @@ def resolve_run(
 
     # The models that only score: they go with the mesh and with the lengths.
     frozen = {}
-    for name, asked in scoring_models(run).items():
-        settings = asked.settings
-        with error_context(asked.where):
+    for name, scoring in run.scoring_models.items():
+        settings = scoring.settings
+        with error_context(scoring.where):
             theirs = frozen_cfgs and frozen_cfgs[name]
             theirs = theirs or find_model(settings.as_model())[0]
-            if asked.batch_size is not None and theirs.output == "logits":
-                # what the weights are, is seen when they are there
+            scoring.check_length(theirs)
+            # what a reward model's weights are, is seen when they are there
+            is_reward = scoring.batch_size is not None
+            if is_reward and theirs.output == "logits":
                 theirs = replace(theirs, output="score")
             table = stored_table(decoder.weights(theirs), settings.storage)
             # a plan has the sizes of a mesh, and no devices for one
             shape = SimpleNamespace(shape=mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
-            if asked.longest > theirs.max_positions:
-                lengths = "max_prompt_length + generation.max_new_tokens"
-                of = "max_length" if asked.batch_size is not None else lengths
-                raise ValueError(
-                    f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
-                    f"{of} is {asked.longest}"
-                )
-            # a teacher may have heads that a kernel cannot take
-            layout = rows if asked.batch_size is None else RowLayout()
+            # it may have heads that a kernel cannot take
+            layout = RowLayout() if is_reward else rows
             chosen, _ = _choose_attention(run, theirs, layout, platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)

@@ -180,10 +180,10 @@ class PromptText:
         """The tokens of the whole conversation: what is asked, and the turns that answer it. Raises
         ValueError, with the place."""
         with self._naming(example):
-            asked = self._asked(example)
-            if not isinstance(asked, list):
-                asked = [{"role": "user", "content": asked}]
-            messages = [*asked, *map(self._written, answers)]
+            before = self._asked(example)
+            if not isinstance(before, list):
+                before = [{"role": "user", "content": before}]
+            messages = [*before, *map(self._written, answers)]
             return self.tokenizer.conversation(messages, **self.variables_of(example))
 
     def completion(self, example: dict, name: str = "completion") -> list[Message]:

@@ -1,11 +1,10 @@
 """Reward models at work: conversations -> tokens of the reward model -> batches -> numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Scorer
 from tunix_lite.basics.types import Batch
 from tunix_lite.models.tokenizer import read_until
 from tunix_lite.rewards.model import RewardModel
@@ -25,7 +24,8 @@ class RewardScorer:
     settings: RewardModel
     # of the task, with the tokenizer and the template of the reward model
     text: PromptText
-    scorer: Scorer
+    # a batch -> the number of each token that counts, [B, T] float32 (algorithms.algorithm.Scorer)
+    scorer: Callable[[Batch], np.ndarray]
     num_rows: int  # conversations of one call of it
     # config.json of the reward model, or the part of it that is about text
     config: dict
