@@ -140,6 +140,18 @@ WORDS = {
             "evaluation.num_examples=0",
         ),
     ),
+    "reward_model": Words(
+        "A reward model gives a whole conversation one number. It learns to give the chosen one of "
+        "two a larger number than the rejected one. Nothing is sampled, and the model that comes "
+        "out is a reward of other runs.",
+        "2203.02155",
+        more=(
+            "task=preferences",
+            "task.train=data/pairs.jsonl",
+            "training.prompts_per_step=4",
+        ),
+        others=("task=preferences task.train=data/pairs.jsonl algorithm.centering=0.01",),
+    ),
     "distill": Words(
         "The policy samples, and a frozen teacher scores what it wrote. Tokens that the teacher "
         "finds likelier than the policy did become likelier. A reward may be added.",
@@ -218,6 +230,16 @@ OF_THE_REST = {
         [
             "*P* is the number of pairs. $\\ell_t^{ref}$ is the log-probability of a token under "
             "the reference."
+        ],
+    ),
+    "reward_model": (
+        [
+            r"\mathrm{loss} = \frac{1}{P} \sum_{pairs} (- \log \sigma(r_{chosen} - r_{rejected} - "
+            r"m) + @centering@ \, (r_{chosen} + r_{rejected})^2)",
+        ],
+        [
+            "*P* is the number of pairs, *r* the number that the model gives a conversation, and *m* "
+            "the margin of the pair, or 0."
         ],
     ),
     "distill": (

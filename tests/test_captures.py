@@ -17,7 +17,7 @@ OTHERS = {
     "docs/guide/coming_from.md": (12, "commands of other projects, and tables that test_hints.py compares"),
     "docs/guide/export.md": (5, "commands of vLLM, llama.cpp and Ollama"),
     "docs/guide/generate.md": (1, "a file of prompts"),
-    "docs/guide/preferences_and_distillation.md": (3, "formulas"),
+    "docs/guide/preferences_and_distillation.md": (4, "formulas"),
     "docs/guide/recipes.md": (1, "samples before and after 241 updates"),
     "docs/guide/serve.md": (1, "what the openai client prints after 60 updates"),
     "docs/guide/tinker.md": (2, "what a server and the Tinker SDK print, which the tests do not install"),

@@ -171,12 +171,13 @@ def test_a_list_of_the_teacher_leaves_tokens_out(below):
     """With every token in the list, the bin of all others is empty, and what was learned was noise."""
     size = source.locate(source.ModelConfig()).cfg.vocab_size
     run = compose(["algorithm=distill", "algorithm.divergence=reverse", f"algorithm.top_k={size - below}"])
+    comparison = run.algorithm.needs.comparison
     if below > 0:
-        assert set(locate_frozen(run.algorithm, source.locate(run.model))) == {"teacher"}
+        assert set(locate_frozen(run.scoring_models, comparison, source.locate(run.model))) == {"teacher"}
         return
     message = f"top_k={size - below} leaves no token out of vocab_size={size}; algorithm.top_k=0"
     with pytest.raises(ConfigError, match=message):
-        locate_frozen(run.algorithm, source.locate(run.model))
+        locate_frozen(run.scoring_models, comparison, source.locate(run.model))
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,12 @@ class TaskInterface(Protocol):
         """tokens, token_mask and completion_mask [B, T]: prompts with the demonstrations that are
         in the field `name`."""
 
+    def conversations(
+        self, examples: list[dict], name: str = "completion"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """tokens and token_mask [B, T]: whole conversations with the answers in the field `name`,
+        left-padded, up to the token at which a reward model is read."""
+
     def segments(self, examples: list[dict]) -> np.ndarray | None:
         """[B, T] int32: the documents of the tokens that `demonstrations` gives, as
         Batch.segment_ids; None: each row is one."""
@@ -187,6 +193,8 @@ class Needs:
     # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
     # are sums then.
     held_out_loss: str | None = None
+    # what its policy gives of a token: logits, or score, the number of a reward model
+    output: str = "logits"
 
     def __post_init__(self):
         if taken := set(TAKEN) & self.frozen_models.keys():

@@ -4,26 +4,21 @@ more likely than the rejected one, against the reference.
 loss = mean over pairs of - log sigmoid(beta m), m = s_chosen - s_rejected,
 s = sum over the tokens of a completion of logprob - ref_logprob.
 
-Two completions of a pair may lie in different micro-batches, so the update cannot form m. `collect`
-does: it scores the batch under today's weights, and the gradient of the loss by a log-probability
-is then a number, +-beta sigmoid(- beta m) / pairs, which goes into the batch as the advantage. The
-update differentiates a plain sum over tokens, and its gradient is that of the loss, for the first
-update of a batch: there is only one (docs/decisions/0019).
+The gradient of the loss by a log-probability, -+beta sigmoid(- beta m) / pairs, travels with the
+batch (algorithms/pairs.py).
 """
 
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, with_shares
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
-# fields of an example, in the order in which the completions of a pair stand in a batch
-FIELDS = ("chosen", "rejected")
 
 # streams with each token's share of its pair's loss, and of the pair's margin and order
 STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
@@ -128,39 +123,19 @@ class DPO:
         # log(1 + exp(-x)), which does not overflow
         losses = np.logaddexp(0.0, -self.beta * margins)
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
-
-        # They go to all tokens of the two completions.
-        # The update may cut a pair into two micro-batches, so each token has to know its share.
-        values = np.zeros((4, len(counts)))
-        values[0, chosen] = slopes
-        values[0, rejected] = -slopes
-        # the sum over all tokens of a pair, weighted, is the pair's share of the mean
-        lengths = counts.sum(axis=1)
-        both = np.maximum(lengths[chosen] + lengths[rejected], 1)
-        for row, of_pair in enumerate((losses, margins, margins > 0), start=1):
-            values[row, chosen] = of_pair / both
-            values[row, rejected] = of_pair / both
-        advantages, *logged = (
-            np.broadcast_to(x[:, None], counts.shape).astype(np.float32) for x in values
-        )
-        batch = batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
+        logged = dict(zip(STREAMS, (losses, margins, margins > 0)))
+        batch = with_shares(batch, (chosen, rejected), (-slopes, slopes), logged)
         return batch, metrics, graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""
-        counts_RW = batch.loss_weight != 0
-        logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
-        # 0, with the gradient of the log-probability
-        slope_RW = batch.advantages * (logprobs_RW - jax.lax.stop_gradient(logprobs_RW))
-        loss, margin, is_right = (
-            jnp.sum(batch.loss_weight * batch.streams[name]) for name in STREAMS
-        )
+        loss, logged = loss_of_shares(scores, batch, STREAMS[0])
         metrics = {
-            "train/dpo_loss": loss,
-            "train/margin": margin,
-            "train/pair_accuracy": is_right,
+            "train/dpo_loss": logged["pair_loss"],
+            "train/margin": logged["pair_margin"],
+            "train/pair_accuracy": logged["pair_is_right"],
         }
-        return loss - jnp.sum(batch.loss_weight * slope_RW), metrics
+        return loss, metrics
 
 
 def _best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:

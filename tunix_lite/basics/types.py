@@ -74,8 +74,11 @@ class TokenScores(NamedTuple):
     -1.386, entropy 0.562 nats.
     """
 
-    logprobs: jax.Array  # log p of each token given the tokens before it
-    entropy: jax.Array  # nats of the whole distribution that the token was drawn from
+    # log p of each token given the tokens before it; under a reward model the number that it gives
+    # the text up to the token
+    logprobs: jax.Array
+    # nats of the whole distribution that the token was drawn from; None: a reward model has none
+    entropy: jax.Array | None
     # 1 where no other token is likelier, else 0; it has no gradient. None: nobody has looked
     is_likeliest: jax.Array | None = None
 

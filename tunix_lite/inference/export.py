@@ -24,6 +24,7 @@ from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import MODEL_TYPES, small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
+from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.source import download
 from tunix_lite.models.weights import Lora, flatten, without_adapters
 from tunix_lite.tracking.progress import BytesProgress, StandardError
@@ -155,6 +156,11 @@ def export(
         raise ConfigError(
             f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
+    if source.cfg.output != "logits" and kind not in ("full", "merged"):
+        raise ConfigError(
+            f"kind={kind} has no place for the head of a reward model; give kind="
+            f"{'full' if source.lora is None else 'merged'}"
+        )
     if source.lora is None and model.params["embed"].dtype == jnp.bfloat16:
         written = {(gguf_type or _GGUF_TYPE).upper()}
         if kind == "full":
@@ -218,6 +224,10 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         if "bos_token_id" in original:
             ids["bos_token_id"] = original["bos_token_id"]
         config = config_json(cfg, family, dtype=named, **ids)
+    if cfg.output != "logits":
+        # transformers reads the number at the last token that is not this one
+        config |= {"pad_token_id": source.tokenizer.pad_id}
+        config |= families.keys_of_output(cfg, family)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(model, folder)
     again, family_again = families.read_config(folder, family)
@@ -231,7 +241,9 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
     """The dtype of each tensor in the files, by its Hugging Face name: BF16, F16 or F32."""
     source = model.source
     if dtype is None and source.folder is not None:
-        return hf.stored_dtypes(download(source).folder, source.family)
+        # a reward model may have begun with a folder that has no such head
+        new = dict.fromkeys(hf.SCORES, "F32")
+        return new | hf.stored_dtypes(download(source).folder, source.family)
     return dict.fromkeys(hf.hf_weights(source.cfg, source.family), DTYPES[dtype or "bf16"])
 
 
@@ -307,8 +319,8 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """The difference of the logits with `params` and the model's own, relative to their size.
-    Raises ConfigError if it is above `tolerance`."""
+    """The difference of the logits with `params` and the model's own, relative to their size; of a
+    reward model, of its numbers. Raises ConfigError if it is above `tolerance`."""
     cfg = model.cfg
     tokens = np.random.default_rng(0).integers(
         0, cfg.vocab_size, (2, min(32, cfg.max_positions))
@@ -319,12 +331,16 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
         hidden = decoder.forward(
             params, cfg, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
         )
+        if cfg.output != "logits":
+            return scalar_scores(params, hidden)
         return decoder.logits(params, cfg, hidden)
 
     # Scores, and not weights, are compared: they are what serving gives.
     own = logits(model.params)
     other = logits(params)
-    difference = float(jnp.linalg.norm(own - other) / jnp.linalg.norm(own))
+    size = jnp.linalg.norm(own)
+    # a reward model that nobody has trained gives 0
+    difference = float(jnp.linalg.norm(own - other) / jnp.where(size > 0, size, 1))
     # Not `>`: every comparison with NaN is false.
     if not difference <= tolerance:
         raise ConfigError(

@@ -17,6 +17,7 @@ from tunix_lite.learner.micro_batches import cut, part_of
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import axis_size, constrain
@@ -142,7 +143,7 @@ def batch_scores(
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
-    [R, W, V] never exist.
+    [R, W, V] never exist. Of a reward model the numbers of these tokens, and no entropy.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
@@ -171,6 +172,10 @@ def batch_scores(
         rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
         return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
+    if cfg.output != "logits":
+        # the number up to a token, that itself included
+        numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
+        return TokenScores(numbers_RW, None)
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     return jax.tree.map(in_rows, scores_RM)

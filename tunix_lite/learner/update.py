@@ -132,8 +132,11 @@ class TrainStep:
         acting = acting_params(frozen, params, self.lora, keys_R)
         scores = self.policy.scores(acting, batch.with_constants(constants))
         loss, metrics = self.algorithm.loss(scores, batch)
-        entropy = jax.lax.stop_gradient(jnp.sum(batch.loss_weight * scores.entropy))
-        return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}
+        ours = {"train/loss": loss}
+        if scores.entropy is not None:
+            entropy = jnp.sum(batch.loss_weight * scores.entropy)
+            ours["train/entropy"] = jax.lax.stop_gradient(entropy)
+        return loss, ours | metrics
 
     @functools.cached_property
     def compile_metrics(self) -> Callable[..., jax.stages.Compiled]:

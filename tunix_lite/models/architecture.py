@@ -14,6 +14,9 @@ MOST_LAYERS = 1024
 KIND_NAMES = ("local", "global", "unrotated", "delta")
 # Ends the name of a kind whose layers read the keys and values of another layer.
 READER = "_reader"
+# What a model gives of a token: scores over the vocabulary; or a number, with a bias or without one
+# (models/scalar_head.py).
+OUTPUTS = ("logits", "score", "biased_score")
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 _MOST_OF_A_DIM = 2**26
@@ -236,6 +239,8 @@ class Architecture:
     final_softcap: float | None = None
     # Longest sequence, in tokens.
     max_positions: int = 131_072
+    # What it gives of a token: logits, or score or biased_score, the number of a reward model.
+    output: str = "logits"
 
     # ---- layers of several shapes, as Gemma 4 has them
     # Width of one attention head in global layers. null is head_dim.
@@ -277,6 +282,7 @@ class Architecture:
             f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
                 self.activation not in ACTIVATIONS
             ),
+            f"output={self.output!r}; it is {', '.join(OUTPUTS)}": self.output not in OUTPUTS,
             f"pattern={list(self.pattern)} has local layers, and window is not given": (
                 "local" in self.pattern and self.window is None
             ),

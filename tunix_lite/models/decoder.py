@@ -26,6 +26,7 @@ from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
 from tunix_lite.models.rope import ROTATED, rope, rope_angles_by_kind
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
+from tunix_lite.models.scalar_head import scalar_head
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
     Weight,
@@ -57,7 +58,9 @@ def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name: a nested dict of `Weight`."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), _TABLE_AXES, _EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
-    if not cfg.tied:
+    if cfg.output != "logits":
+        model |= scalar_head(cfg, cfg.output == "biased_score")
+    elif not cfg.tied:
         model["head"] = table
     layers = {}
     for stack, (kind, count) in stacks(cfg).items():
@@ -553,7 +556,13 @@ _lookup.defvjp(lambda *arrays: (_lookup(*arrays), arrays), _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
-    """The matrix of the logits, [V, D]: the embedding, or the head."""
+    """The matrix of the logits, [V, D]: the embedding, or the head. Raises ValueError for a reward
+    model, which has none."""
+    if cfg.output != "logits":
+        raise ValueError(
+            "the model is a reward model: it gives a text a number, and no tokens; take it as "
+            "task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}"
+        )
     return params["embed" if cfg.tied else "head"]
 
 

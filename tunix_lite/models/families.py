@@ -67,10 +67,14 @@ TOP_NAMES = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "score": "score.weight",
+    "score_bias": "score.bias",
     "per_layer/table": "model.embed_tokens_per_layer.weight",
     "per_layer/project": "model.per_layer_model_projection.weight",
     "per_layer/norm": "model.per_layer_projection_norm.weight",
 }
+# End of a class of transformers -> Architecture.output.
+SCORERS = {"ForSequenceClassification": "score", "ForTokenClassification": "biased_score"}
 # Within model.layers.<i>.
 NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -623,12 +627,19 @@ def read_config(
             "says how to add)"
         )
 
+    # What it gives of a token, by the class in transformers.
+    classes = hf.get("architectures")
+    is_class = isinstance(classes, list) and classes and isinstance(classes[0], str)
+    ends = [end for end in SCORERS if is_class and classes[0].endswith(end)]
+    output = SCORERS[ends[0]] if ends else "logits"
+
     # The architecture. Of a larger model, its text part.
     if kind == named_family.wrapper:
         tied = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
         hf = tied | (hf.get("text_config") or {})
     try:
-        return _config_from(_object(hf, "text_config"), named_family), named_family
+        cfg = _config_from(_object(hf, "text_config"), named_family)
+        return replace(cfg, output=output), named_family
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -895,7 +906,8 @@ def check_flags(cfg: Architecture, family: Family) -> None:
 def as_computed(cfg: Architecture) -> Architecture:
     """The architecture without what no layer uses, so that two that compute the same are equal."""
     pattern = repeated(cfg.kinds)
-    unused: dict[str, Any] = {}
+    # the layers compute the same, whatever is read of them
+    unused: dict[str, Any] = {"output": "logits"}
     if cfg.longrope is not None:
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
@@ -914,6 +926,18 @@ def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
     family."""
     check_flags(cfg, family)
     return _as_json(cfg, family) | more
+
+
+def keys_of_output(cfg: Architecture, family: Family) -> dict:
+    """The keys of config.json with which transformers reads a reward model; {} for another one."""
+    ends = [end for end, output in SCORERS.items() if output == cfg.output]
+    if not ends:
+        return {}
+    # transformers has one class for the text model, and one for the larger model that holds it
+    text = "Text" if family.model_type.endswith("_text") else ""
+    name = family.architecture.removesuffix("ForCausalLM") + text + ends[0]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [name]} | labels
 
 
 def _as_json(cfg: Architecture, family: Family) -> dict:

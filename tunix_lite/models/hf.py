@@ -38,9 +38,11 @@ from tunix_lite.models.weights import (
     shardings,
     unstacked,
 )
-from tunix_lite.parallel.mesh import sharding
+from tunix_lite.parallel.mesh import put, sharding
 
 INDEX = "model.safetensors.index.json"
+# The tensors of a reward model beside those of the decoder.
+SCORES = (TOP_NAMES["score"], TOP_NAMES["score_bias"])
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 # At most, of one file that we write.
@@ -233,7 +235,9 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
     """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
-    [outputs, 1, taps]."""
+    [outputs, 1, taps]; the head of a reward model [1, D]."""
+    if weight.axes == ("embed",):
+        return 1, *weight.shape
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
@@ -298,6 +302,8 @@ def _read_slice(
         return tensors.read(name, (outputs, inputs)).T.reshape(shape)
     if weight.axes[-1] == "taps":
         index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
+    elif weight.axes == ("embed",):
+        index = (slice(None), flat_slice(0, 1))
     elif weight.axes[0] != "vocab":
         index = (flat_slice(0, num_dims),)
     return tensors.read(name, index).reshape(shape)
@@ -317,6 +323,10 @@ def check_weights(
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
 
+    # A head that gives numbers begins at zero where the folder has none, and needs no logits.
+    if cfg.output != "logits":
+        wanted = {n: shape for n, shape in wanted.items() if n in names or n not in SCORES}
+        names.discard(TOP_NAMES["head"])
     # Allowed is a copy of the embedding.
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
@@ -382,13 +392,16 @@ def load_params(
     tensors = open_tensors(folder, family)
     plain = flatten(decoder.weights(cfg))
     parts = hf_parts(cfg, family)
-    num_bytes = {name: tensors.num_bytes(name) for name in parts}
+    num_bytes = {name: tensors.num_bytes(name) for name in parts if name in tensors}
     first_rows = {(x.path, name): x.rows.start for name in parts for x in parts[name]}
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
         weight = plain[path]
         to = tuple(jax.tree.leaves(shardings(leaf)))
+        if TOP_NAMES.get(path) in SCORES and TOP_NAMES[path] not in tensors:
+            loaded[path] = put(np.zeros(leaf.shape, leaf.dtype), *leaf.axes)
+            continue
         stack = None
         if weight.is_stacked:
             # jnp.zeros(device=...) would make them on one device and copy them to the others, by

@@ -16,6 +16,7 @@ from tunix_lite.basics.addresses import check_place
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params
 from tunix_lite.models.quantize import STORAGE
+from tunix_lite.models.scalar_head import HEAD
 from tunix_lite.models.weights import (
     Initializer,
     Lora,
@@ -124,6 +125,12 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
     return traverse_util.unflatten_dict(adapters, sep="/")
 
 
+def trained_weights(table: Table, lora: LoraConfig) -> Table:
+    """What trains beside a frozen base: `adapter_weights`, and the head that gives numbers, if the
+    table has one."""
+    return adapter_weights(table, lora) | {name: table[name] for name in HEAD if name in table}
+
+
 def attach(
     base: Params,
     adapters: Params,
@@ -131,11 +138,11 @@ def attach(
     keys: jax.Array | None = None,
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
-    adapter.
+    adapter, and with the trained head that gives numbers, if there is one.
 
     keys: one per sequence of the batch, [B]; with them, dropout acts.
     """
-    leaves = flatten(base)
+    leaves = flatten(base) | {name: adapters[name] for name in HEAD if name in adapters}
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     # Sorted, so that the key of a weight does not depend on the order of a dict.
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):

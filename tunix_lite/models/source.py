@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from tunix_lite.basics.addresses import check_place, is_address
 from tunix_lite.basics.buckets import bring
@@ -20,8 +21,15 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
 from tunix_lite.models.families import Family
 from tunix_lite.models.gguf_file import is_gguf
-from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
+from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.lora import (
+    ADAPTER_SEED,
+    LoraConfig,
+    adapter_weights,
+    trained_weights,
+)
 from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
+from tunix_lite.models.scalar_head import HEAD
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
@@ -176,6 +184,9 @@ def locate(model: ModelConfig) -> FoundModel:
                         f"{'; '.join(differ)} (there). Choose another model=, or "
                         "model.architecture=null to take what is there"
                     )
+                # A reward model may begin with the weights of a model of another kind.
+                if model.architecture.output != "logits":
+                    cfg = replace(cfg, output=model.architecture.output)
                 # Its factors depend on this number, which the user may choose.
                 if cfg.longrope is not None:
                     cfg = replace(cfg, max_positions=model.architecture.max_positions)
@@ -265,12 +276,36 @@ def download(located: FoundModel) -> FoundModel:
     return replace(located, folder=folder)
 
 
+def with_score(located: FoundModel) -> FoundModel:
+    """A reward model whose weights are on this machine, with its bias if the file has one. Raises
+    ValueError if the folder holds no reward model."""
+    names = (
+        set()
+        if located.folder is None
+        else set(hf.open_tensors(located.folder, located.family))
+    )
+    if hf.SCORES[0] not in names:
+        raise ValueError(
+            f"{located.name} has no {hf.SCORES[0]}, so it is no reward model; a folder of "
+            "transformers' AutoModelForSequenceClassification has one, and algorithm=reward_model "
+            "trains one"
+        )
+    output = "biased_score" if hf.SCORES[1] in names else "score"
+    return replace(located, cfg=replace(located.cfg, output=output))
+
+
+def text_config(located: FoundModel) -> dict:
+    """The config.json of a folder; of a larger model that of its text part."""
+    config = small_object(located.folder, "config.json")
+    return config.get("text_config") or config
+
+
 def weight_tables(located: FoundModel) -> tuple[Table | None, Table]:
     """The table of the frozen base (None: nothing is frozen), and that of trained weights."""
     table = decoder.weights(located.cfg)
     if located.lora is None:
         return None, table
-    return stored_table(table, located.lora.base), adapter_weights(table, located.lora)
+    return stored_table(table, located.lora.base), trained_weights(table, located.lora)
 
 
 def weights_digest(located: FoundModel) -> str:
@@ -322,7 +357,9 @@ def load_weights(
     base = load_base(located, seed, located.lora.base, on_bytes)
     # after the base: what is frozen takes the most memory, and may not fit
     adapters = load_new_adapters(located, seed)
-    return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
+    adapters = jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
+    # copies, since an update donates what trains
+    return base, adapters | {name: jnp.copy(base[name]) for name in HEAD if name in base}
 
 
 def load_new_adapters(located: FoundModel, seed: int) -> Params:

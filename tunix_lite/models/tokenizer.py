@@ -199,6 +199,12 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     @cached_property
+    def truncation_side(self) -> str:
+        """The end at which transformers cuts a text that is too long: right or left."""
+        config = small_object(self.folder, "tokenizer_config.json")
+        return "left" if config.get("truncation_side") == "left" else "right"
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the vocabulary, the special ones too."""
         return len(self.vocabulary)
@@ -389,6 +395,23 @@ class Tokenizer:
             return ids[: ends[0] + 1]
         return [*ids, self.end_id]
 
+    def conversation(self, messages: list[dict], **variables) -> list[int]:
+        """The tokens of a whole conversation, as apply_chat_template of transformers gives them
+        without a prompt for a next turn; without a template those of a message and its answer, and
+        the end. `read_until` says where a reward model is read. Raises ValueError."""
+        if not self.has_chat_template and [m["role"] for m in messages] == [
+            "user",
+            "assistant",
+        ]:
+            message, answer = (turn["content"] for turn in messages)
+            return [*self.prompt(message), *self.demonstration(message, answer)]
+
+        def write(read: Read) -> str:
+            values = read_quoted(variables, read)
+            return self.chat(read_quoted(messages, read), False, **values)
+
+        return self.written_ids(write, *_quoted_in([messages, variables]))
+
     @property
     def end_id(self) -> int:
         """The token that ends a text: the eos_token, if a completion may end with it."""
@@ -543,6 +566,13 @@ class Tokenizer:
             )
             ids[backend.token_to_id(name)] = i
         return backend, names, ids
+
+
+def read_until(ids: list[int], pad_id: int | None) -> list[int]:
+    """The tokens up to the one at which transformers reads a reward model: the last that is not the
+    padding token, even if that ends the turn, too. None: there is no such token."""
+    last = [i for i, token in enumerate(ids) if token != pad_id]
+    return ids[: last[-1] + 1 if last else 1]
 
 
 def _quoted_in(value: object) -> list[Quoted]:

@@ -427,6 +427,9 @@ class MemoryEstimate:
         none, the copy that a loop over blocks keeps."""
         resolved = self.resolved
         cfg = resolved.cfg
+        if cfg.output != "logits":
+            # one number a token, of hidden states that are there already
+            return 0
         tp = resolved.tp
 
         # Tokens that are scored at once.

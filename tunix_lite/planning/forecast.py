@@ -92,8 +92,13 @@ def forecast(
     )
     work = row_work(resolved, batch)
     turns = 1 if resolved.rows.packing == "none" else work.parts
+    scoring = resolved.run.scoring_models
     for name in (["scoring"] if resolved.scores else []) + list(resolved.frozen_models):
-        seconds[name] = once[name] * turns * mini_batches * share
+        calls = turns * mini_batches
+        if name in scoring and (size := scoring[name].batch_size) is not None:
+            # a reward model, whose rows are all taken as the longest
+            calls = -(-completions.size // (size * resolved.fsdp))
+        seconds[name] = once[name] * calls * share
     seconds["update"] = once["update"] * turns
     return Forecast(
         seconds=seconds,

@@ -11,11 +11,10 @@ import numpy as np
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch
 from tunix_lite.learner import packing
-from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import decoder
 from tunix_lite.planning.flops import forward_flops, recurrence_flops
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.settings.config import RunConfig, reduction_of
+from tunix_lite.settings.config import RunConfig, packings_of, reduction_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 AUTO = "auto"
@@ -54,7 +53,7 @@ def with_packing(
     counts_sequences = training.micro_batch_size or training.gradient_accumulation_steps
     is_sum = bool(reduction_of(run.algorithm))
     why_not = ""
-    for name in [name for name in PACKING if name != "none"]:
+    for name in packings_of(run.algorithm.needs):
         if counts_sequences or not is_sum or run.model.lora.dropout or run.task.packs_rows:
             break
         try:

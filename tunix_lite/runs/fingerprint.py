@@ -37,7 +37,13 @@ SHOWN = 8
 SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 # fields of the architecture that runs of before do not have, which are left out at these values
 LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
-LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
+LATER |= {
+    "output": "logits",
+    "yarn": None,
+    "longrope": None,
+    "pre_norms": True,
+    "qk_norm_whole": False,
+}
 # characters of a value in it
 LONGEST = 400
 # settings of a task that may name a data set of the hub, and the split where they name none

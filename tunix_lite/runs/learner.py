@@ -17,6 +17,7 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
+from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import compiled_together, stopwatch
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
@@ -29,6 +30,8 @@ from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.settings.resolved_run import ResolvedRun
+from tunix_lite.tasks.reward_models import RewardScorer
+from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
@@ -127,11 +130,12 @@ def build_learner(session: Session) -> Learner:
         )
     state, skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
 
-    # The algorithm's frozen models, such as a teacher.
+    # The models that only score, such as a teacher or a reward model.
     frozen_models = {}
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
-        with error_context(f"algorithm.{name}"), loading as on_bytes:
+        where = run.scoring_models[name].where
+        with error_context(where), loading as on_bytes:
             storage = resolved.frozen_models[name].storage
             frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
 
@@ -158,10 +162,13 @@ def build_learner(session: Session) -> Learner:
     between_chunks = session.stopping.check_between_chunks
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
+    watched = _timed(watched, seconds)
+    scorers = _reward_scorers(session.task, parts.frozen_models, watched, resolved.fsdp)
+    session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
-        policy=_timed(watched, seconds),
+        policy=watched,
         train_step=parts.train_step or train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
@@ -171,6 +178,22 @@ def build_learner(session: Session) -> Learner:
         overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
+
+
+def _reward_scorers(
+    task: Task, models: dict[str, FoundModel], policy: Policy, fsdp: int
+) -> dict[str, RewardScorer]:
+    """The reward models of the task, loaded, by the names of their rewards. Raises ConfigError."""
+    scorers = {}
+    for name, settings in task.config.reward_models.items():
+        model = models[f"reward_{name}"]
+        text = replace(task.text, tokenizer=model.tokenizer)
+        scorer = policy.scorers[f"reward_{name}"]
+        config = source.text_config(model)
+        with error_context(f"task.rewards.{name}"):
+            num_rows = settings.batch_size * fsdp
+            scorers[name] = RewardScorer(settings, text, scorer, num_rows, config)
+    return scorers
 
 
 def _state_at_start(

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.algorithms.algorithm import Algorithm
+from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -46,8 +46,12 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import EVALUATED, RunConfig
-from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
+from tunix_lite.settings.config import EVALUATED, RunConfig, ScoringModel
+from tunix_lite.settings.resolved_run import (
+    ResolvedRun,
+    architecture_of,
+    resolve_run,
+)
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.messages import fields_of
@@ -81,7 +85,7 @@ class Parts:
     differs: str = ""
     # text: damaged files of the run's folder, which the run goes on without
     damaged: str = ""
-    # models of the algorithm that score, by name, such as a teacher
+    # models that only score, by name, such as a teacher or a reward model
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
     # text: rewards that fail on made-up completions, where the settings let the run go on
     failing: str = ""
@@ -130,8 +134,11 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
         model = source.download(parts.model)
     frozen_models = {}
     for name, frozen in parts.frozen_models.items():
-        with _of_frozen(name):
+        scoring = run.scoring_models[name]
+        with _of_frozen(scoring.where):
             frozen_models[name] = source.download(frozen)
+            if scoring.batch_size is not None:
+                frozen_models[name] = source.with_score(frozen_models[name])
     parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
@@ -194,9 +201,12 @@ def find_parts(run: RunConfig) -> Parts:
                 check()
     with error_context(""):
         model = source.locate(run.model)
+        cfg = architecture_of(run.model, model.cfg, run.algorithm.needs)
+        model = replace(model, cfg=cfg)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
-    frozen_models = locate_frozen(run.algorithm, model)
+    comparison = run.algorithm.needs.comparison
+    frozen_models = locate_frozen(run.scoring_models, comparison, model)
 
     task = run.task.task(
         model.tokenizer,
@@ -328,13 +338,21 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
         raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
 
 
-def locate_frozen(algorithm: Algorithm, model: FoundModel) -> dict[str, FoundModel]:
-    """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
+def locate_frozen(
+    scoring_models: dict[str, ScoringModel],
+    comparison: TeacherComparison | None,
+    model: FoundModel,
+) -> dict[str, FoundModel]:
+    """The models that only score, by name, short of their weights. Raises ConfigError."""
     models = {}
-    for name, settings in algorithm.needs.frozen_models.items():
-        with _of_frozen(name):
-            models[name] = source.locate_teacher(settings, model)
-    comparison = algorithm.needs.comparison
+    for name, scoring in scoring_models.items():
+        with _of_frozen(scoring.where):
+            if scoring.batch_size is None:
+                models[name] = source.locate_teacher(scoring.settings, model)
+            else:
+                # it has a tokenizer of its own
+                located = source.locate(scoring.settings.as_model())
+                models[name] = replace(located, cfg=replace(located.cfg, output="score"))
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
         raise ConfigError(
             f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="
@@ -344,14 +362,14 @@ def locate_frozen(algorithm: Algorithm, model: FoundModel) -> dict[str, FoundMod
 
 
 @contextlib.contextmanager
-def _of_frozen(name: str) -> Iterator[None]:
-    """A ValueError about a model from inside becomes a ConfigError about a frozen model of the
-    algorithm: model.weights is algorithm.teacher.weights then."""
+def _of_frozen(place: str) -> Iterator[None]:
+    """A ValueError about a model from inside becomes a ConfigError about the setting of a model
+    that only scores: model.weights is algorithm.teacher.weights then."""
     try:
         yield
     except ValueError as error:
-        text = str(error).replace("give model.", f"give algorithm.{name}.")
-        where = f"algorithm.{name}." if text.startswith("model.") else f"algorithm.{name}: "
+        text = str(error).replace("give model.", f"give {place}.")
+        where = f"{place}." if text.startswith("model.") else f"{place}: "
         raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 

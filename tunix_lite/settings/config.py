@@ -23,9 +23,10 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
-from tunix_lite.models.source import ModelConfig
+from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
@@ -260,6 +261,28 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
+class ScoringModel:
+    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
+    Example: run.scoring_models["reward_rm"].longest is task.rewards.rm.max_length."""
+
+    where: str  # the setting that names it
+    settings: TeacherConfig
+    longest: int  # tokens of what it reads
+    # sequences per fsdp shard in one forward pass of a reward model; None: it is a teacher
+    batch_size: int | None = None
+
+    def check_length(self, cfg: Architecture) -> None:
+        """Raises ValueError if it was made for shorter texts."""
+        if self.longest > cfg.max_positions:
+            lengths = "max_prompt_length + generation.max_new_tokens"
+            of = lengths if self.batch_size is None else "max_length"
+            raise ValueError(
+                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
+                f"{of} is {self.longest}"
+            )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on.
     Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it"."""
@@ -286,6 +309,10 @@ class RunConfig:
     def __post_init__(self):
         check_seed(self.seed)
         _check_algorithm(self.algorithm, self.training, self.model.lora.dropout)
+        if self.algorithm.needs.output != "logits":
+            # a reward model samples nothing
+            evaluation = replace(self.evaluation, num_examples=0)
+            object.__setattr__(self, "evaluation", evaluation)
         _check_task(self)
         _check_overlap(self)
 
@@ -329,6 +356,24 @@ class RunConfig:
             )
 
     @property
+    def scoring_models(self) -> dict[str, ScoringModel]:
+        """Returns the models that only score, by name: those of the algorithm, and as reward_NAME
+        those of rewards."""
+        models = {}
+        lengths = self.generation
+        for name, settings in self.algorithm.needs.frozen_models.items():
+            prompt = settings.max_prompt_length or lengths.max_prompt_length
+            longest = prompt + lengths.max_new_tokens
+            models[name] = ScoringModel(f"algorithm.{name}", settings, longest)
+        for name, one in self.task.reward_models.items():
+            where = f"task.rewards.{name}"
+            with error_context(where):
+                settings = TeacherConfig(one.weights, one.family, storage=one.storage)
+            scoring = ScoringModel(where, settings, one.max_length, one.batch_size)
+            models[f"reward_{name}"] = scoring
+        return models
+
+    @property
     def loss_examples(self) -> int:
         """Returns the number of held-out rows whose loss is measured; 0: of none."""
         evaluation = self.evaluation
@@ -336,7 +381,8 @@ class RunConfig:
             return 0
         wanted = evaluation.loss_examples
         # a start counts the rows of text that are held out
-        usual = EVALUATED if self.task.packs_rows else evaluation.num_examples
+        has_prompts = not self.task.packs_rows and self.algorithm.needs.output == "logits"
+        usual = evaluation.num_examples if has_prompts else EVALUATED
         return usual if wanted is None else wanted
 
     @property
@@ -366,6 +412,12 @@ def reduction_of(algorithm: Algorithm) -> str | None:
     return getattr(algorithm, "loss_reduction", None)
 
 
+def packings_of(needs: Needs) -> tuple[str, ...]:
+    """The names of packing, other than none, that these needs allow. Of a conversation that a
+    reward model reads only the last token counts, so that no prompt is seen to be shared."""
+    return ("sequences",) if needs.output == "score" else PACKING[1:]
+
+
 def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:
     """Raises ValueError for malformed needs, or a loss that does not go with packed rows."""
     name = type(algorithm).__name__
@@ -386,6 +438,13 @@ def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -
             f"{packing}: a row then holds several completions, and {name} does not say that its "
             f"loss may be computed so; write into the class {choices}; or give "
             "training.packing=none"
+        )
+    if training.is_packed and training.packing not in (
+        allowed := packings_of(algorithm.needs)
+    ):
+        raise ValueError(
+            f"{packing}: {name} reads whole conversations and shares no prompts; set "
+            f"training.packing={allowed[0]}"
         )
     if training.is_packed and dropout:
         raise ValueError(

@@ -27,7 +27,7 @@ from tunix_lite.models import (
 )
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
-from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
 from tunix_lite.parallel.mesh import AXES, elements_on_device
@@ -55,6 +55,18 @@ class FrozenModel:
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
     attention: str  # one of attention.IMPLEMENTATIONS
+
+
+def architecture_of(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
+    """The architecture as the algorithm needs it: reward models give numbers in place of logits.
+    Raises ValueError for a reward model where logits are needed."""
+    if "logits" == needs.output != cfg.output:
+        raise ValueError(
+            f"model.weights={model.weights} is a reward model, which samples no tokens; it goes "
+            "with algorithm=reward_model, or as a reward: "
+            "'+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}'"
+        )
+    return replace(cfg, output=needs.output)
 
 
 class _Tables(NamedTuple):
@@ -237,12 +249,21 @@ class ResolvedRun:
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
+        scoring = self.run.scoring_models[name]
+        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         run = self.run
-        if longest := run.algorithm.needs.frozen_models[name].max_prompt_length:
+        if (size := scoring.batch_size) is not None:
+            # whole conversations, of which the last token counts
+            lengths = {"max_prompt_length": scoring.longest - 1, "max_new_tokens": 1}
+            run = replace(run, generation=replace(run.generation, **lengths))
+            batch = BatchPlan(size * self.fsdp, 1, self.fsdp, size, 1)
+            rows = RowLayout("none", 1, 1, num_rows=batch.sequences)
+            changed |= {"batch": batch, "rows": rows}
+            return replace(self, run=run, frozen_models={}, **changed)
+        if longest := scoring.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
         rows = plan_rows(run, self.batch, has_large_head(model.cfg))
-        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
     @property
@@ -280,8 +301,8 @@ class ResolvedRun:
         if self.lora is None:
             return _Tables(stored_table(table, storage), None)
         adapters = jax.tree.map(
-            lambda w: replace(w, dtype=STORAGE[storage]),
-            adapter_weights(table, self.lora),
+            lambda w: w if w.is_exact else replace(w, dtype=STORAGE[storage]),
+            trained_weights(table, self.lora),
             is_leaf=weights.is_weight,
         )
         return _Tables(adapters, stored_table(table, self.lora.base))
@@ -355,6 +376,8 @@ def resolve_run(
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
         )
+    with error_context("model.weights"):
+        cfg = architecture_of(run.model, cfg, run.algorithm.needs)
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.
@@ -413,25 +436,25 @@ def resolve_run(
         **reasons,
     )
 
-    # The models of the algorithm that only score: they go with the mesh and with the lengths.
+    # The models that only score: they go with the mesh and with the lengths.
     frozen = {}
-    for name, settings in run.algorithm.needs.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
+    for name, scoring in run.scoring_models.items():
+        settings = scoring.settings
+        with error_context(scoring.where):
             theirs = frozen_cfgs and frozen_cfgs[name]
             theirs = theirs or find_model(settings.as_model())[0]
+            scoring.check_length(theirs)
+            # what a reward model's weights are, is seen when they are there
+            is_reward = scoring.batch_size is not None
+            if is_reward and theirs.output == "logits":
+                theirs = replace(theirs, output="score")
             table = stored_table(decoder.weights(theirs), settings.storage)
             # a plan has the sizes of a mesh, and no devices for one
             shape = SimpleNamespace(shape=mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
-            total = settings.max_prompt_length or run.generation.max_prompt_length
-            total += run.generation.max_new_tokens
-            if total > theirs.max_positions:
-                raise ValueError(
-                    f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
-                    f"max_prompt_length + generation.max_new_tokens is {total}"
-                )
-            # a teacher may have heads that a kernel cannot take
-            chosen, _ = _choose_attention(run, theirs, rows, platform, is_attached)
+            # it may have heads that a kernel cannot take
+            layout = RowLayout() if is_reward else rows
+            chosen, _ = _choose_attention(run, theirs, layout, platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
 
@@ -439,7 +462,7 @@ def resolve_run(
 def has_large_head(cfg: Architecture) -> bool:
     """Returns whether products with the output embedding are so much of an update that scoring a
     quarter fewer tokens is worth the time to compile another program."""
-    head = cfg.vocab_size * cfg.embed_dim
+    head = cfg.vocab_size * cfg.embed_dim * (cfg.output == "logits")
     return head >= max(
         LARGE_HEAD, _LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg))
     )
@@ -483,7 +506,7 @@ def _check_model_divides(
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:
-        tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+        tables = [stored_table(table, lora.base), trained_weights(table, lora)]
     mesh = SimpleNamespace(shape=mesh_shape)
     for part in tables:
         weights.check_divisible(part, mesh, run.sharding.table("train"))

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from tunix_lite.rewards.model import RewardModel
 from tunix_lite.tasks.chat import same_as_answer
 from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
 from tunix_lite.tasks.row_forms import Columns
 from tunix_lite.tasks.sources import FileSource
-from tunix_lite.tasks.task import Reward, TaskConfig
+from tunix_lite.tasks.task import Reward, TaskConfig, as_rewards
 
 NO_TRAIN = "train is missing: give task.train=FILE"
 
@@ -74,7 +75,7 @@ class FilesTaskConfig(TaskConfig):
     # User's message, where {names} are columns. null uses the column `messages` or `prompt`.
     prompt: str | None = None
     # More rewards by name: '+task.rewards.short={fn: my_rewards.short, weight: 0.1}'. {} has none.
-    rewards: dict[str, Reward] = field(default_factory=dict)
+    rewards: dict[str, Reward | RewardModel] = field(default_factory=dict)
     # Function that says if a completion is right, for eval/accuracy. null takes a reward above 0 as
     # right.
     correct: Callable | None = None
@@ -114,7 +115,7 @@ class FilesTaskConfig(TaskConfig):
             raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
         for name in filter(is_hub, (self.train, self.held_out)):
             HubData.parse(name)
-        rewards = dict(self.rewards)
+        rewards = as_rewards(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
             fn = self.reward.func if isinstance(self.reward, partial) else self.reward

@@ -176,6 +176,16 @@ class PromptText:
                 history = [*history, turn]
         return tokens, learned
 
+    def conversation(self, example: dict, answers: list[Message]) -> list[int]:
+        """The tokens of the whole conversation: what is asked, and the turns that answer it. Raises
+        ValueError, with the place."""
+        with self._naming(example):
+            before = self._asked(example)
+            if not isinstance(before, list):
+                before = [{"role": "user", "content": before}]
+            messages = [*before, *map(self._written, answers)]
+            return self.tokenizer.conversation(messages, **self.variables_of(example))
+
     def completion(self, example: dict, name: str = "completion") -> list[Message]:
         """The turns to learn from: the field `name`, a text or messages; without a `completion`
         what answers in `messages`. Raises ValueError if there is none."""

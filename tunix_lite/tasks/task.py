@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,8 +17,9 @@ from tunix_lite.basics.types import Graded, Prompts, Rollout
 from tunix_lite.environments.environment import missing_method
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.tokenizer import Tokenizer, read_until
 from tunix_lite.rewards.math import correct, final_answer
+from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rewards.scores import CompletionText, number, numbers, text
 from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
@@ -47,6 +48,7 @@ from tunix_lite.tasks.processes import (
     shared_errors,
 )
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
+from tunix_lite.tasks.reward_models import RewardScorer, left_padded
 from tunix_lite.tasks.sources import (
     SPLITS,
     FittingOrders,
@@ -71,10 +73,18 @@ class Reward:
     """A reward function and its weight in the total.
     Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group."""
 
-    # (completion, example) -> number; of a group: (completions, example) -> a number for each
+    # (completion, example) -> number; of a group: (completions, example) -> a number for each; or a
+    # RewardModel, which a run asks by itself
     fn: Callable
     weight: float = 1.0  # factor in the sum of rewards
     group: bool = False  # fn gets all completions of a prompt at once, and compares them
+
+
+def as_rewards(rewards: Mapping[str, Reward | RewardModel]) -> dict[str, Reward]:
+    """The same with a reward model that stands alone as a reward of weight 1."""
+    return {
+        name: one if isinstance(one, Reward) else Reward(one) for name, one in rewards.items()
+    }
 
 
 # names of metrics reward/NAME that mean something else
@@ -102,7 +112,8 @@ class TaskConfig:
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
     # User's message, with {fields} of an example.
     prompt: str | None
-    rewards: dict[str, Reward]  # by the name under which they are logged
+    # by the name under which they are logged
+    rewards: dict[str, Reward | RewardModel]
     # Function that says if a completion is right, for eval/accuracy and sample marks.
     correct: Callable = correct
     # Function that reads the answer out of a completion, for display.
@@ -142,12 +153,21 @@ class TaskConfig:
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
                 "something else"
             )
+        object.__setattr__(self, "rewards", as_rewards(self.rewards))
         for name, reward in self.rewards.items():
+            if name in self.reward_models and not reward.group:
+                continue
             arguments = "completions, example" if reward.group else "completion, example"
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if not np.isfinite(reward.weight):
                 raise ValueError(f"rewards.{name}.weight={reward.weight} is no finite number")
-        _check_call("correct", self.correct, "completion, example")
+        for name in self.reward_models if self.environment is not None else ():
+            raise ValueError(
+                f"rewards.{name} is a reward model, which reads single turns, and task.environment "
+                "makes conversations; leave one of the two out"
+            )
+        if self.correct not in self.reward_models.values():
+            _check_call("correct", self.correct, "completion, example")
         _check_call("extract", self.extract, "completion")
 
     # whether its examples are rows that hold as many tokens as fit (tasks/text.py)
@@ -185,11 +205,18 @@ class TaskConfig:
         called = {
             _of(name): partial(numbers if reward.group else number, reward.fn)
             for name, reward in self.rewards.items()
+            if name not in self.reward_models
         }
         # without rewards the environment says what is right
         if self.rewards and self.correct_is == "correct":
             called["correct"] = partial(number, self.correct)
         return called | {"extract": partial(text, self.extract)}
+
+    @property
+    def reward_models(self) -> dict[str, RewardModel]:
+        """The rewards that are networks on the devices, by name. They are no functions."""
+        fns = {name: reward.fn for name, reward in self.rewards.items()}
+        return {name: fn for name, fn in fns.items() if isinstance(fn, RewardModel)}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -256,6 +283,8 @@ class Task:
     conversation: ConversationConfig = ConversationConfig()
     # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
+    # loaded reward models by the names of their rewards; {}: there are none, or none is loaded
+    scorers: Mapping[str, RewardScorer] = field(default_factory=dict)
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
     # how an epoch ends (training.last_batch); None: the data goes round without end
@@ -465,6 +494,28 @@ class Task:
             completion_mask_BT[i, middle:end] = learned
         return tokens_BT, token_mask_BT, completion_mask_BT
 
+    @shared_errors()
+    def conversations(
+        self, examples: list[dict], name: str = "completion"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """tokens and token_mask, [B, T] each: whole conversations with the answers in the field
+        `name`, left-padded: the last column is the token at which a reward model is read. One that
+        is too long loses its beginning with generation.long_prompts=truncate, else it is a
+        ValueError naming it."""
+        width = self.max_prompt_length + self.max_new_tokens
+        rows = []
+        for example in examples:
+            ids = self.text.conversation(example, self.text.completion(example, name))
+            row = read_until(ids, self.tokenizer.pad_id)
+            if len(row) > width and self.long_prompts != "truncate":
+                raise _TooLong(
+                    f"{self.text.place(example)}the conversation with `{name}` has {len(row)} "
+                    f"tokens, more than generation.max_prompt_length + max_new_tokens={width}; "
+                    f"raise one of them by {len(row) - width}, {TRUNCATE}"
+                )
+            rows.append(row[-width:])
+        return left_padded(rows, width, self.tokenizer.pad_id)
+
     def segments(self, examples: list[dict]) -> np.ndarray | None:
         """The documents of each example's tokens, as Batch.segment_ids; None: each is one."""
         return None
@@ -573,11 +624,12 @@ class Grader:
         futures = [self._futures[call] for call in sorted(self._futures)]
         outcomes = shared_outcomes(futures, compared, self.task.processes)
         calls = dict(zip(sorted(self._futures), outcomes))
+        self._ask_reward_models(calls)
         self.seconds += time.perf_counter() - began
 
         graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
         task = self.task
-        counts = call_metrics(outcomes) | {
+        counts = call_metrics([*calls.values()]) | {
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
@@ -617,6 +669,20 @@ class Grader:
             full = [row for row in firsts if np.asarray(rollout.token_mask)[row, 0]]
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         return replace(graded, metrics=metrics)
+
+    def _ask_reward_models(self, calls: dict[int, dict[str, Outcome]]) -> None:
+        """Adds their outcomes to those of each completion, on all processes alike. Raises
+        ValueError as the pool does, and where one is not loaded."""
+        texts = [str(self._completions[row]) for row in range(len(self.examples))]
+        for name in self.task.config.reward_models:
+            if name not in self.task.scorers:
+                raise ValueError(
+                    f"rewards.{name} is a reward model, which a training run alone loads; "
+                    "leave it out here"
+                )
+            for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
+                one = self._pool.by_name([_of(name)], texts[row], iter([outcome]))
+                calls[row] = calls[row] | one
 
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""

@@ -149,7 +149,7 @@ class Pool:
                 yield result
 
         try:
-            future.set_result(self._by_name(names, completion, call_here()))
+            future.set_result(self.by_name(names, completion, call_here()))
         except ValueError as error:
             future.set_exception(error)
         return future
@@ -179,11 +179,11 @@ class Pool:
         for thread in self._threads:
             thread.join(START_SECONDS)
 
-    def _by_name(
+    def by_name(
         self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
     ) -> dict[str, Outcome]:
-        """The next outcomes by the names of their functions. Raises ValueError for a failure if
-        on_error=raise."""
+        """The next outcomes by the names of their functions, as on_none takes them. Raises
+        ValueError for a failure if on_error=raise."""
         on_none = self.settings.on_none
         by_name = {}
         for name in names:
@@ -218,7 +218,7 @@ class Pool:
             try:
                 outcomes = self._outcomes(place, jobs)
                 for job in jobs:
-                    job.future.set_result(self._by_name(job.names, job.completion, outcomes))
+                    job.future.set_result(self.by_name(job.names, job.completion, outcomes))
             except Exception as error:
                 # Answers to this batch may still be in its pipe.
                 self._drop(place)

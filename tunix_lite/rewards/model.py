@@ -1,0 +1,37 @@
+"""A reward model as a reward: a network on the devices of the run, which reads the whole
+conversation with a tokenizer and a chat template of its own, and gives it one number."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """The number that a reward model gives a conversation, which the completion ends.
+    Example: RewardModel("outputs/my_reward_model") for a folder that algorithm=reward_model and
+    `tunix-lite export` have made; RewardModel("org/name", storage="int8") for one of the hub.
+
+    It is no function: a run loads it beside its policy, frozen, and scores all completions of a
+    step at once (tasks/reward_models.py)."""
+
+    # Folder of a transformers AutoModelForSequenceClassification with one label, or a hub name.
+    weights: str
+    # Model family: llama, qwen3 or another of docs/guide/models. null reads it from config.json.
+    family: str | None = None
+    # Type in which its weights are stored: fp32, bf16, int8 or nf4.
+    storage: str = "bf16"
+    # Tokens of the longest conversation. A longer one loses its end, or its beginning where
+    # tokenizer_config.json has truncation_side=left.
+    max_length: int = 1024
+    # Conversations per fsdp shard in one forward pass.
+    batch_size: int = 8
+    # true subtracts `mean` and divides by `std`, numbers that config.json must have then.
+    normalize: bool = False
+
+    def __post_init__(self):
+        if self.weights == "bundled":
+            raise ValueError("weights=bundled is no reward model; give the folder of one")
+        if self.max_length < 2 or self.batch_size < 1:
+            raise ValueError(
+                f"max_length={self.max_length} must be at least 2, batch_size={self.batch_size} at "
+                "least 1"
+            )

@@ -1,0 +1,95 @@
+"""Reward models at work: conversations -> tokens of the reward model -> batches -> numbers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunix_lite.basics.types import Batch
+from tunix_lite.models.tokenizer import read_until
+from tunix_lite.rewards.model import RewardModel
+from tunix_lite.tasks.messages import Message
+from tunix_lite.tasks.prompt_text import PromptText
+from tunix_lite.workers.process import Outcome
+
+# the narrowest rows of a batch; others are twice as wide, and so on, so that few are compiled
+NARROWEST = 32
+
+
+@dataclass(frozen=True)
+class RewardScorer:
+    """A loaded reward model. All processes of a run call it with the same completions.
+    Example: `scorer([example], ["12"])` -> [Outcome("", 0.7)]."""
+
+    settings: RewardModel
+    # of the task, with the tokenizer and the template of the reward model
+    text: PromptText
+    # a batch -> the number of each token that counts, [B, T] float32 (algorithms.algorithm.Scorer)
+    scorer: Callable[[Batch], np.ndarray]
+    num_rows: int  # conversations of one call of it
+    # config.json of the reward model, or the part of it that is about text
+    config: dict
+
+    def __post_init__(self):
+        if not self.settings.normalize:
+            return
+        numbers = [self.config.get(name) for name in ("mean", "std")]
+        if not all(isinstance(x, int | float) for x in numbers) or not numbers[1] > 0:
+            raise ValueError(
+                f"normalize=true: config.json has mean={numbers[0]} and std={numbers[1]}; they "
+                "must be numbers, std above 0; leave normalize out"
+            )
+
+    def row(self, example: dict, completion: str) -> list[int]:
+        """The tokens of a conversation, up to the one at which transformers reads the number.
+        Raises ValueError for a conversation that the tokenizer or the template cannot write."""
+        ids = self.text.conversation(example, [Message("assistant", completion)])
+        most = self.settings.max_length
+        is_left = self.text.tokenizer.truncation_side == "left"
+        ids = ids[-most:] if is_left else ids[:most]
+        return read_until(ids, self.config.get("pad_token_id"))
+
+    def __call__(self, examples: Sequence[dict], completions: Sequence[str]) -> list[Outcome]:
+        """The number of each conversation, or why there is none."""
+        outcomes = [Outcome("error", "")] * len(completions)
+        rows = []
+        for i, (example, completion) in enumerate(zip(examples, completions, strict=True)):
+            try:
+                rows.append((self.row(example, completion), i))
+            except ValueError as error:
+                outcomes[i] = Outcome("error", f"failed with ValueError: {error}")
+
+        # Conversations of about one length stand in one batch.
+        rows.sort(key=lambda one: len(one[0]))
+        for begin in range(0, len(rows), self.num_rows):
+            part = rows[begin : begin + self.num_rows]
+            width = NARROWEST
+            while width < len(part[-1][0]):
+                width *= 2
+            width = min(width, self.settings.max_length)
+            tokens, mask = left_padded([ids for ids, _ in part], width, 0)
+            last = np.zeros(tokens.shape, np.float32)
+            last[:, -1] = 1
+            scores = self.scorer(Batch(tokens=tokens, token_mask=mask, loss_weight=last))[
+                :, -1
+            ]
+            if self.settings.normalize:
+                scores = (scores - self.config["mean"]) / self.config["std"]
+            for (_, i), score in zip(part, scores.tolist()):
+                is_number = np.isfinite(score)
+                outcomes[i] = (
+                    Outcome("", score) if is_number else Outcome("not_number", f"is {score}")
+                )
+        return outcomes
+
+
+def left_padded(
+    rows: Sequence[list[int]], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens and token_mask [B, width]: each row ends in the last column."""
+    tokens = np.full((len(rows), width), pad_id, np.int32)
+    mask = np.zeros((len(rows), width), bool)
+    for i, ids in enumerate(rows):
+        tokens[i, width - len(ids) :] = ids
+        mask[i, width - len(ids) :] = True
+    return tokens, mask
