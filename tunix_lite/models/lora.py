@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.basics.addresses import check_place
 from tunix_lite.basics.plain_text import shown
-from tunix_lite.basics.types import Params
+from tunix_lite.basics.types import POLICY, Params
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
@@ -133,8 +133,11 @@ def attach(
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter.
 
-    keys: one per sequence of the batch, [B]; with them, dropout acts.
+    keys: one per sequence of the batch, [B]; with them, dropout acts. A policy and a critic have
+    adapters to the same base; what trains and is no adapter, such as a head, stands beside it.
     """
+    if POLICY in adapters:
+        return {name: attach(base, part, lora, keys) for name, part in adapters.items()}
     leaves = flatten(base)
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     # Sorted, so that the key of a weight does not depend on the order of a dict.
@@ -147,6 +150,8 @@ def attach(
                 # and each layer
                 keys_LB = jax.vmap(fold, in_axes=(None, 0))(keys_LB, jnp.arange(a.shape[0]))
         leaves[path] = Lora(leaves[path], a, b, keys_LB, lora.scale, lora.dropout)
+    trained = flatten(adapters)
+    leaves |= {path: x for path, x in trained.items() if not path.endswith(("/a", "/b"))}
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 

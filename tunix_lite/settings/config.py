@@ -490,6 +490,11 @@ def _check_task(run: RunConfig) -> None:
             "algorithm learns from demonstrations, and evaluation.num_examples is 0; set "
             "task.environment=null, or evaluation.num_examples to evaluate in conversations"
         )
+    if needs.critic is not None and run.conversation.credit == "discount":
+        raise ValueError(
+            "conversation.credit=discount: a critic's returns are discounted token by token; set "
+            "conversation.credit=turn, and algorithm.gamma=0.99 to discount"
+        )
     advantages = getattr(run.algorithm, "advantages", None)
     compares_turns = run.conversation.credit != "end" and advantages is not None
     if compares_turns and "whole" in inspect.signature(advantages).parameters:

@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.types import CRITIC, POLICY
 from tunix_lite.learner.comparison import Teacher
+from tunix_lite.learner.critic import critic_table
 from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
@@ -60,9 +62,19 @@ class FrozenModel:
 class _Tables(NamedTuple):
     """The declared weights of a run, in the types that they are stored in."""
 
+    # of the policy
     trained: dict
     # None: all weights train
     frozen: dict | None
+    # None: the policy trains alone
+    critic: dict | None = None
+
+    @property
+    def networks(self) -> dict:
+        """All that trains, as TrainState.params holds it."""
+        if self.critic is None:
+            return self.trained
+        return {POLICY: self.trained, CRITIC: self.critic}
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,14 @@ class ResolvedRun:
     def optimizer(self) -> Optimizer:
         """The optimizer's settings, with the learning rate that this mesh gets."""
         return scaled_for(self.run.optimizer, self.fsdp)
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """The same for the critic, which may have a learning rate of its own."""
+        rate = self.needs.critic.learning_rate
+        if rate is None:
+            return self.optimizer
+        return scaled_for(replace(self.run.optimizer, learning_rate=rate), self.fsdp)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -279,17 +299,23 @@ class ResolvedRun:
 
     @property
     def tables(self) -> _Tables:
-        """The weights that train, and those of the frozen base."""
+        """The weights that train, those of the frozen base, and those of the critic."""
         table = decoder.weights(self.cfg)
         storage = STORED[self.run.training.mixed_precision]
+        frozen = None
         if self.lora is None:
-            return _Tables(stored_table(table, storage), None)
-        adapters = jax.tree.map(
-            lambda w: replace(w, dtype=STORAGE[storage]),
-            adapter_weights(table, self.lora),
-            is_leaf=weights.is_weight,
-        )
-        return _Tables(adapters, stored_table(table, self.lora.base))
+            trained = stored_table(table, storage)
+        else:
+            trained = jax.tree.map(
+                lambda w: replace(w, dtype=STORAGE[storage]),
+                adapter_weights(table, self.lora),
+                is_leaf=weights.is_weight,
+            )
+            frozen = stored_table(table, self.lora.base)
+        critic = self.needs.critic
+        if critic is not None:
+            critic = critic_table(critic, self.cfg, trained, storage)
+        return _Tables(trained, frozen, critic)
 
     def table_bytes(
         self,
