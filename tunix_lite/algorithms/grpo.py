@@ -107,7 +107,9 @@ class GRPO(Objective):
         sampler_BT = batch.old_logprobs
         if self.old_logprobs == "rescored":
             rescore = partial(policy.rescore, params)
-            batch = batch.replace(old_logprobs=scored_in_parts(rescore, batch, self.mini_batches))
+            batch = batch.replace(
+                old_logprobs=scored_in_parts(rescore, batch, self.mini_batches)
+            )
         if self.kl_coef:
             reference = policy.scorers["reference"]
             ref_BT = scored_in_parts(reference, batch, self.mini_batches)

@@ -90,7 +90,8 @@ class PPO:
                 or self.updates_per_rollout < 1
                 or self.updates_per_rollout % self.mini_batches > 0
             ),
-            f"critic={self.critic!r}; it is shared or own": self.critic not in ("shared", "own"),
+            f"critic={self.critic!r}; it is shared or own": self.critic
+            not in ("shared", "own"),
             f"critic_learning_rate={self.critic_learning_rate} must be above 0": (
                 self.critic_learning_rate is not None and self.critic_learning_rate <= 0
             ),
@@ -115,9 +116,7 @@ class PPO:
     def needs(self) -> Needs:
         return Needs(
             reference=self.kl_coef > 0,
-            critic=Critic(
-                self.critic == "own", self.critic_learning_rate, self.critic_warmup
-            ),
+            critic=Critic(self.critic == "own", self.critic_learning_rate, self.critic_warmup),
             fields=("advantages", "old_logprobs"),
             streams=(RETURNS, OLD_VALUES),
             mini_batches=self.mini_batches,

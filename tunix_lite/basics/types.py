@@ -53,7 +53,7 @@ def seed_of_call(base: int, call: int, prompt: int) -> int:
 def policy_part(params: Params) -> Params:
     """Returns the policy's share of what trains: all of it, where there is no critic. Tables and
     shapes go as well."""
-    return params[POLICY] if POLICY in params else params
+    return params.get(POLICY, params)
 
 
 @flax.struct.dataclass

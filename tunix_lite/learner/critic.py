@@ -92,7 +92,9 @@ def both_optimizers(
 
     def table_of(name: str) -> Table:
         # each optimizer sees the tree of both, and no leaves where the other one's are
-        return {other: t if other == name else optax.MaskedNode() for other, t in tables.items()}
+        return {
+            other: t if other == name else optax.MaskedNode() for other, t in tables.items()
+        }
 
     policy = of_policy(table_of(POLICY))
     if critic.warmup:
