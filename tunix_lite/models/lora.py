@@ -16,6 +16,7 @@ from tunix_lite.basics.addresses import check_place
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import POLICY, Params
 from tunix_lite.models.quantize import STORAGE
+from tunix_lite.models.scalar_head import HEAD
 from tunix_lite.models.weights import (
     Initializer,
     Lora,
@@ -131,14 +132,14 @@ def attach(
     keys: jax.Array | None = None,
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
-    adapter.
+    adapter, and with the trained head that gives numbers, if there is one.
 
-    keys: one per sequence of the batch, [B]; with them, dropout acts. A policy and a critic have
-    adapters to the same base; what trains and is no adapter, such as a head, stands beside it.
+    keys: one per sequence of the batch, [B]; with them, dropout acts. The adapters of a policy and
+    of a critic are attached to the same base.
     """
     if POLICY in adapters:
         return {name: attach(base, part, lora, keys) for name, part in adapters.items()}
-    leaves = flatten(base)
+    leaves = flatten(base) | {name: adapters[name] for name in HEAD if name in adapters}
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     # Sorted, so that the key of a weight does not depend on the order of a dict.
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
@@ -150,8 +151,6 @@ def attach(
                 # and each layer
                 keys_LB = jax.vmap(fold, in_axes=(None, 0))(keys_LB, jnp.arange(a.shape[0]))
         leaves[path] = Lora(leaves[path], a, b, keys_LB, lora.scale, lora.dropout)
-    trained = flatten(adapters)
-    leaves |= {path: x for path, x in trained.items() if not path.endswith(("/a", "/b"))}
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 

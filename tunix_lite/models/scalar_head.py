@@ -10,6 +10,8 @@ from tunix_lite.models.rounding import wide
 from tunix_lite.models.weights import Weight, zeros
 from tunix_lite.parallel.mesh import gather
 
+# Names of the weights, which stand at the top of the parameters.
+HEAD = ("score", "score_bias")
 _AXES = ("embed",)
 
 
