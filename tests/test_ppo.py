@@ -107,7 +107,8 @@ def test_advantages_are_whitened_over_all_tokens_and_variance_is_explained_by_ha
 
 def collected(algorithm: PPO, rollout: Rollout, rewards, credit: str = "end", values=None, reference=None):
     """What `collect` makes of these completions, each of which answers a prompt of its own."""
-    turns = [[one.reply.reward for one in talk.turns] for talk in rollout.conversations or ()]
+    talks = () if rollout.conversations is None else rollout.conversations
+    turns = [[one.reply.reward for one in talk.turns] for talk in talks]
     count = len(rollout.tokens)
     graded = Graded(
         [""] * count,
@@ -316,7 +317,7 @@ def networks(cfg, params, critic: Critic, seed: int = 3):
     both = with_critic(critic, cfg, random_params(cfg, seed) if critic.is_own else params, "fp32")
     rng = np.random.default_rng(seed)
     head = {
-        name: put(rng.normal(size=x.shape).astype(np.float32)) for name, x in both[CRITIC].items() if "score" in name
+        name: put(rng.normal(size=x.shape).astype(np.float32), "norm") for name, x in both[CRITIC].items() if "score" in name
     }
     return {POLICY: params, CRITIC: both[CRITIC] | head}
 
