@@ -364,6 +364,14 @@ class RunConfig:
                 "completions are sampled for whole batches; set training.last_batch=drop"
             )
 
+        critic = self.algorithm.needs.critic
+        if critic is not None and training.max_steps and critic.warmup >= training.max_steps:
+            raise ValueError(
+                f"algorithm.critic_warmup={critic.warmup} of training.max_steps="
+                f"{training.max_steps} updates leaves none to the policy; set "
+                f"training.max_steps={_multiple(2 * critic.warmup, updates)}"
+            )
+
         # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
         evaluation = self.evaluation
         if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:

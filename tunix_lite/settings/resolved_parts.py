@@ -125,7 +125,7 @@ def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
     critic = resolved.needs.critic
     if critic is None:
         return make_optimizer(resolved.optimizer, max_steps, resolved.tables.trained)
-    of_policy = partial(make_optimizer, resolved.optimizer, max_steps)
+    of_policy = partial(make_optimizer, resolved.optimizer, resolved.policy_updates)
     of_critic = partial(make_optimizer, resolved.critic_optimizer, max_steps)
     return both_optimizers(critic, of_policy, of_critic, resolved.tables.networks)
 

@@ -142,6 +142,12 @@ class ResolvedRun:
         return scaled_for(self.run.optimizer, self.fsdp)
 
     @property
+    def policy_updates(self) -> int:
+        """Updates that change the policy: all but those of a critic's warm-up."""
+        critic = self.needs.critic
+        return self.run.training.max_steps - (0 if critic is None else critic.warmup)
+
+    @property
     def critic_optimizer(self) -> Optimizer:
         """The same for the critic, which may have a learning rate of its own."""
         rate = self.needs.critic.learning_rate
