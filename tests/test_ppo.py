@@ -14,7 +14,7 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.algorithm import Critic, Policy
 from tunix_lite.algorithms.gae import explained_variance, gae, whitened
-from tunix_lite.algorithms.ppo import OLD_VALUES, PPO, RETURNS
+from tunix_lite.algorithms.ppo import PPO, STREAMS
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import (
     CRITIC,
@@ -29,7 +29,7 @@ from tunix_lite.basics.types import (
     ValuedScores,
 )
 from tunix_lite.inference.language_model import load
-from tunix_lite.learner.critic import both_optimizers, values_of, with_critic, with_values
+from tunix_lite.learner.critic import both_optimizers, token_values, with_critic, with_values
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer, num_updates
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores
@@ -43,6 +43,8 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.train import train
+
+RETURNS, OLD_VALUES = STREAMS
 
 # ---- GAE
 
@@ -345,7 +347,7 @@ def test_a_value_is_read_where_its_token_is_predicted(cfg, params, rollout, is_o
     expected = hidden @ np.float64(both[CRITIC]["score"]) + np.float64(both[CRITIC]["score_bias"])
     expected = np.where(batch.loss_weight != 0, np.roll(expected, 1, axis=1), 0)
     np.testing.assert_allclose(layout.back(valued.values), expected, atol=2e-5)
-    at_collect = jax.jit(partial(values_of, scores, critic))(both, rows)
+    at_collect = jax.jit(partial(token_values, scores, critic))(both, rows)
     np.testing.assert_allclose(at_collect, valued.values, atol=1e-6)
 
 

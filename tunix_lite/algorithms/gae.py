@@ -9,9 +9,6 @@ no step: V and A are carried over it.
 
 import numpy as np
 
-# added to a variance before its root
-EPS = 1e-8
-
 
 def gae(
     rewards_BT: np.ndarray,
@@ -45,7 +42,8 @@ def whitened(advantages_BT: np.ndarray, counts_BT: np.ndarray) -> np.ndarray:
     counted = advantages_BT[counts_BT]
     if counted.size < 2:
         return np.where(counts_BT, advantages_BT, 0.0)
-    scale = 1 / np.sqrt(counted.var(ddof=1) + EPS)
+    # as verl and TRL keep it finite
+    scale = 1 / np.sqrt(counted.var(ddof=1) + 1e-8)
     return np.where(counts_BT, (advantages_BT - counted.mean()) * scale, 0.0)
 
 

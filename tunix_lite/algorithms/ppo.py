@@ -34,8 +34,7 @@ from tunix_lite.basics.types import (
 )
 
 # the streams of its batches: R, and V of the critic before the update
-RETURNS = "returns"
-OLD_VALUES = "old_values"
+STREAMS = ("returns", "old_values")
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class PPO:
             reference=self.kl_coef > 0,
             critic=Critic(self.critic == "own", self.critic_learning_rate, self.critic_warmup),
             fields=("advantages", "old_logprobs"),
-            streams=(RETURNS, OLD_VALUES),
+            streams=STREAMS,
             mini_batches=self.mini_batches,
             fresh="the values of PPO are right only for tokens of the current weights; set "
             "rollout.max_staleness=0",
@@ -181,8 +180,8 @@ class PPO:
         batch = batch.replace(
             advantages=advantages_BT.astype(np.float32),
             streams={
-                RETURNS: returns_BT.astype(np.float32),
-                OLD_VALUES: values_BT.astype(np.float32),
+                name: values.astype(np.float32)
+                for name, values in zip(STREAMS, (returns_BT, values_BT))
             },
         )
         return batch, metrics, groups.graded
@@ -196,8 +195,7 @@ class PPO:
         loss, metrics = policy.loss(scores, batch.replace(streams={}))
 
         # The larger of two errors: to come nearer to the return by a jump gains nothing.
-        returns_RW = batch.streams[RETURNS]
-        old_RW = batch.streams[OLD_VALUES]
+        returns_RW, old_RW = (batch.streams[name] for name in STREAMS)
         error_RW = jnp.square(scores.values - returns_RW)
         if self.value_clip is not None:
             moved_RW = jnp.clip(scores.values - old_RW, -self.value_clip, self.value_clip)

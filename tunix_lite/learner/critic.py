@@ -43,7 +43,7 @@ def with_critic(critic: Critic, cfg: Architecture, params: Params, storage: str)
     return {POLICY: params, CRITIC: layers | head}
 
 
-def values_of(
+def token_values(
     scores: Callable[..., jax.Array], critic: Critic, params: Params, batch: RowBatch
 ) -> jax.Array:
     """The values [R, W] of the tokens that count. scores: policy.batch_scores with its settings.
@@ -67,7 +67,7 @@ def with_values(
             return scores(params, batch, **how)
         if critic.is_own:
             sampled = scores(params[POLICY], batch)
-            values_RW = values_of(scores, critic, params, batch)
+            values_RW = token_values(scores, critic, params, batch)
             return ValuedScores(sampled.logprobs, sampled.entropy, values_RW)
 
         def both(before_RMD: jax.Array, *settings: jax.Array | float | None) -> ValuedScores:

@@ -566,16 +566,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
-    if (critic := run.algorithm.needs.critic) is not None:
-        count = weights.num_params(resolved.tables.critic)
-        kind = (
-            "layers of its own and a head"
-            if critic.is_own
-            else "a head on the policy's layers"
-        )
-        rate = resolved.critic_optimizer.learning_rate
-        alone = f", alone for {critic.warmup} updates" if critic.warmup else ""
-        rows.append(("critic", f"{kind}, {count:,} parameters, rate {rate:g}{alone}"))
+    rows += resolved.rows_of_critic
     layout = parts.rows
     packed = ""
     if layout.packing != "none":

@@ -14,7 +14,7 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
-from tunix_lite.learner.critic import both_optimizers, values_of, with_values
+from tunix_lite.learner.critic import both_optimizers, token_values, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
@@ -189,7 +189,7 @@ def policy_of(
 def values_program(resolved: ResolvedRun, policy: Policy) -> jax.stages.Wrapped:
     """Builds the program that gives the critic's values of a batch in rows: (params of both
     networks, rows) -> [R, W]."""
-    of_part = partial(values_of, policy.scores, resolved.needs.critic)
+    of_part = partial(token_values, policy.scores, resolved.needs.critic)
     return on_every_device(of_part, resolved.rows)
 
 

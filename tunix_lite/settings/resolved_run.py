@@ -156,6 +156,22 @@ class ResolvedRun:
         return scaled_for(replace(self.run.optimizer, learning_rate=rate), self.fsdp)
 
     @property
+    def rows_of_critic(self) -> list[tuple[str, str]]:
+        """Returns what the start of a run says of its critic: (name, text), or nothing."""
+        critic = self.needs.critic
+        if critic is None:
+            return []
+        kind = (
+            "layers of its own and a head"
+            if critic.is_own
+            else "a head on the policy's layers"
+        )
+        count = weights.num_params(self.tables.critic)
+        alone = f", alone for {critic.warmup} updates" if critic.warmup else ""
+        rate = self.critic_optimizer.learning_rate
+        return [("critic", f"{kind}, {count:,} parameters, rate {rate:g}{alone}")]
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
         return lengths_of(self.run.generation)
