@@ -6,6 +6,7 @@ is predicted, as the token's log-probability is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from tunix_lite.basics.types import (
     TokenScores,
     ValuedScores,
 )
+from tunix_lite.learner.policy import on_every_device
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.models.scalar_head import scalar_head, scalar_scores
@@ -54,6 +57,13 @@ def token_values(
         return scalar_scores(params[CRITIC], before_RMD)
 
     return scores(layers, batch, head=head)
+
+
+def values_program(
+    scores: Callable[..., jax.Array], critic: Critic, rows: RowLayout
+) -> jax.stages.Wrapped:
+    """(params of both networks, batch in rows) -> values [R, W], micro-batch by micro-batch."""
+    return on_every_device(partial(token_values, scores, critic), rows)
 
 
 def with_values(

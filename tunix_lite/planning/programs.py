@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.basics.types import Params, policy_part
+from tunix_lite.learner.critic import values_program
 from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
@@ -36,7 +37,6 @@ from tunix_lite.settings.resolved_parts import (
     policy_of,
     scored_batch_shapes,
     train_step_of,
-    values_program,
 )
 from tunix_lite.settings.resolved_run import ResolvedRun
 
@@ -160,7 +160,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
         under = acting if shapes.reference is None else shapes.reference
         programs["scoring"] = partial(score, resolved, under)
     if resolved.needs.critic is not None:
-        values = values_program(resolved, policy_of(resolved))
+        scores = policy_of(resolved).scores
+        values = values_program(scores, resolved.needs.critic, resolved.rows)
         of_both = (shapes.acting(resolved), scored_batch_shapes(resolved))
         programs["values"] = partial(values.lower, *of_both)
     for name, params in shapes.frozen_models.items():

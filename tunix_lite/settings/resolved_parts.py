@@ -14,7 +14,7 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
-from tunix_lite.learner.critic import both_optimizers, token_values, with_values
+from tunix_lite.learner.critic import both_optimizers, values_program, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
@@ -159,7 +159,7 @@ def policy_of(
     }
     policy = replace(policy, scorers={**policy.scorers, **others})
     if (critic := resolved.needs.critic) is not None:
-        program = values_program(resolved, policy)
+        program = values_program(policy.scores, critic, resolved.rows)
         policy = replace(
             policy,
             scores=with_values(policy.scores, critic),
@@ -184,13 +184,6 @@ def policy_of(
     rows = policy.scorers[name].rescore.rows
     comparer = FrozenComparer(params, table, rows, compiled_once(describe.lower))
     return replace(policy, compare=comparer)
-
-
-def values_program(resolved: ResolvedRun, policy: Policy) -> jax.stages.Wrapped:
-    """Builds the program that gives the critic's values of a batch in rows: (params of both
-    networks, rows) -> [R, W]."""
-    of_part = partial(token_values, policy.scores, resolved.needs.critic)
-    return on_every_device(of_part, resolved.rows)
 
 
 def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
