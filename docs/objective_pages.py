@@ -152,6 +152,16 @@ WORDS = {
         ),
         others=("task=preferences task.train=data/pairs.jsonl algorithm.centering=0.01",),
     ),
+    "ppo": Words(
+        "PPO trains a critic beside the policy. The critic learns what reward is still to come "
+        "after each token, and an advantage is what a token brought beyond that. So one "
+        "completion of a prompt is enough, and every token has an advantage of its own.",
+        "1707.06347",
+        others=(
+            "algorithm.critic=own algorithm.critic_warmup=10",
+            "algorithm.num_generations=1 training.prompts_per_step=128",
+        ),
+    ),
     "distill": Words(
         "The policy samples, and a frozen teacher scores what it wrote. Tokens that the teacher "
         "finds likelier than the policy did become likelier. A reward may be added.",
@@ -238,8 +248,25 @@ OF_THE_REST = {
             r"m) + @centering@ \, (r_{chosen} + r_{rejected})^2)",
         ],
         [
-            "*P* is the number of pairs, *r* the number that the model gives a conversation, and *m* "
-            "the margin of the pair, or 0."
+            "*P* is the number of pairs, *r* the number that the model gives a conversation, and "
+            "*m* the margin of the pair, or 0."
+        ],
+    ),
+    "ppo": (
+        [
+            r"\mathrm{loss} = - \sum_t w_t \min(\rho_t A_t, \mathrm{clip}(\rho_t, 1 - @clip_low@, "
+            r"1 + @clip_high@) A_t) + \frac{@value_coef@}{2} \sum_t w_t \max((V_t - R_t)^2, "
+            r"(V'_t - R_t)^2)",
+            r"\delta_t = r_t + @gamma@ \, V_{t+1}^{old} - V_t^{old}",
+            r"A_t = \delta_t + @gamma@ \cdot @gae_lambda@ \, A_{t+1}",
+            r"R_t = A_t + V_t^{old}",
+            TEX[weighting.per_token],
+        ],
+        [
+            "$V_t$ is the critic's value of the state before token *t*, and $V_t^{old}$ that of "
+            "the critic when the completion was sampled. $V'_t$ is $V_t$, at most @value_clip@ "
+            "away from $V_t^{old}$. The reward of a completion is the $r_t$ of its last token. The "
+            "advantages have mean 0 and variance 1 over the rollout."
         ],
     ),
     "distill": (
@@ -265,7 +292,7 @@ A section for each `algorithm=NAME`: its formula, command, paper, and what its f
 and explains the pieces. [What names mean elsewhere](conformance.md) has the definitions of other
 frameworks.
 
-The loss of all but the last three is $- \sum_t w_t \, g_t$ over the tokens of an update. The
+The loss of all but the last four is $- \sum_t w_t \, g_t$ over the tokens of an update. The
 ratio is $\rho_t = \exp(\ell_t - \ell_t^{old})$ unless a section says otherwise. $\ell_t$ is the
 log-probability of token *t* now, and $\ell_t^{old}$ that under the policy that sampled it. *r* is
 the reward of a completion, and *A* its advantage. *T* is the number of tokens of a completion,
@@ -287,7 +314,9 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
             for key, value in vars(algorithm).items()
             if isinstance(value, float)
         }
-        return [_filled(line, known) for line in tex], legend
+        return [_filled(line, known) for line in tex], [
+            _filled(line, known) for line in legend
+        ]
     clipped = {"clipped": _clipped(algorithm.clip_low, algorithm.clip_high)}
     pieces = [
         algorithm.surrogate,

@@ -29,7 +29,7 @@ from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.settings.compose import compose
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
-PRESETS = [name for name in PRESETS if name not in ("sft", "dpo", "distill", "reward_model")]
+PRESETS = [name for name in PRESETS if name not in ("sft", "dpo", "distill", "reward_model", "ppo")]
 WIDTH = 9
 NO_BOUNDS = {"clip_low": None, "clip_high": None}
 

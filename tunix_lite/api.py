@@ -7,9 +7,17 @@ from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.ppo import PPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError, RunFailed
-from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores, TrainState
+from tunix_lite.basics.types import (
+    Batch,
+    Graded,
+    Rollout,
+    TokenScores,
+    TrainState,
+    ValuedScores,
+)
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
 from tunix_lite.commands.train_agent import train_agent
 from tunix_lite.inference.export import export
@@ -38,6 +46,7 @@ from tunix_lite.trainer.trainer import Trainer, TrainingClient
 __all__ = [
     "DPO",
     "GRPO",
+    "PPO",
     "SFT",
     "AgentConfig",
     "Algorithm",
@@ -70,6 +79,7 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "TrainingClient",
+    "ValuedScores",
     "compose",
     "correct",
     "evaluate_model",

@@ -84,7 +84,8 @@ class Comparer(Protocol):
 @dataclass(frozen=True)
 class Policy:
     """All that an algorithm may ask of a model. `params` are its current weights; under LoRA, the
-    frozen base with its adapters attached.
+    frozen base with its adapters attached; with a critic, what basics.types names of each network,
+    for `scores` and `values` alone.
     Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term."""
 
     # None: the policy only scores
@@ -97,6 +98,8 @@ class Policy:
     rescore: Rescorer | None = None
     # comparer of the algorithm's batches, so that `scores` are ComparedScores; None: no comparison
     compare: Comparer | None = None
+    # values of the critic, so that `scores` are ValuedScores; None: `needs.critic` names none
+    values: Rescorer | None = None
 
 
 class _GroupGrader(Protocol):
@@ -154,8 +157,21 @@ class TaskInterface(Protocol):
         """Counts the prompts that have lost their beginning."""
 
 
+@dataclass(frozen=True)
+class Critic:
+    """A network that learns the value of each token, and trains beside the policy.
+    Example: Critic(is_own=True, learning_rate=1e-5, warmup=20)."""
+
+    # whether it has layers of its own, a copy of the policy's; else it is a head on those
+    is_own: bool = False
+    # its peak learning rate; None: that of the policy
+    learning_rate: float | None = None
+    # updates at the start of training that the critic makes alone
+    warmup: int = 0
+
+
 # names of parts of a run, which a frozen model cannot have
-TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
+TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode", "critic", "values")
 
 
 @dataclass(frozen=True)
@@ -179,6 +195,9 @@ class Needs:
     frozen_models: Mapping[str, Any] = field(default_factory=dict)
     # `collect` calls policy.compare with this model, and the loss gets ComparedScores
     comparison: TeacherComparison | None = None
+    # Network that trains beside the policy. `collect` gets both in params and calls policy.values,
+    # and the loss gets ValuedScores. None: the policy trains alone
+    critic: Critic | None = None
     # updates that `collect` makes a batch for: so many mini-batches, one after the other
     mini_batches: int = 1
     # whether `collect` asks nothing of policy and params, so that the next batch is made beside an

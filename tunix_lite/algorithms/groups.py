@@ -201,6 +201,15 @@ def sample_groups(
     return groups
 
 
+def scored_in_parts(
+    score: Callable[[Batch], np.ndarray], batch: Batch, num_mini_batches: int
+) -> np.ndarray:
+    """[B, T]: scores of a batch, one mini-batch after the other, each as large as an update is."""
+    rows = np.split(np.arange(len(batch.tokens)), num_mini_batches)
+    parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in rows]
+    return np.concatenate([score(part) for part in parts])
+
+
 def turn_advantages(
     function: Advantages,
     credit: TurnCredit,

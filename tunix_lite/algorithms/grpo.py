@@ -16,9 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms import kl
-from tunix_lite.algorithms.algorithm import Needs, Policy, Scorer, TaskInterface, takes
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, takes
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
-from tunix_lite.algorithms.groups import Groups, sample_groups, sample_mixed_groups
+from tunix_lite.algorithms.groups import (
+    Groups,
+    sample_groups,
+    sample_mixed_groups,
+    scored_in_parts,
+)
 from tunix_lite.algorithms.objective import Objective
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics
@@ -90,13 +95,6 @@ class GRPO(Objective):
     ) -> tuple[Batch, Metrics]:
         """Adds the log-probabilities that sampling does not give: the trainer's own, and those of
         the reference. params: the current weights, adapters attached."""
-
-        def in_parts(score: Scorer | partial[np.ndarray]) -> np.ndarray:
-            # mini-batch by mini-batch, as large as updates are
-            rows = np.split(np.arange(len(batch.tokens)), self.mini_batches)
-            parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in rows]
-            return np.concatenate([score(part) for part in parts])
-
         # A KL term in the reward is of every completion that is compared, learned from or not.
         mask_BT = np.asarray(groups.rollout.completion_mask)
         learned_BT = batch.loss_weight
@@ -108,9 +106,14 @@ class GRPO(Objective):
         # kept: the correction compares the sampler with what replaces it
         sampler_BT = batch.old_logprobs
         if self.old_logprobs == "rescored":
-            batch = batch.replace(old_logprobs=in_parts(partial(policy.rescore, params)))
+            rescore = partial(policy.rescore, params)
+            batch = batch.replace(
+                old_logprobs=scored_in_parts(rescore, batch, self.mini_batches)
+            )
         if self.kl_coef:
-            batch = batch.replace(ref_logprobs=in_parts(policy.scorers["reference"]))
+            reference = policy.scorers["reference"]
+            ref_BT = scored_in_parts(reference, batch, self.mini_batches)
+            batch = batch.replace(ref_logprobs=ref_BT)
         # scoring is over, and the update learns from those alone that count
         batch = batch.replace(loss_weight=learned_BT)
         if self.old_logprobs == "rescored":

@@ -22,6 +22,9 @@ import numpy as np
 
 # nested dict of arrays, keyed by the names in the weight table
 Params = Any
+# The names of what trains, where a critic trains beside the policy: params are a dict of the two.
+POLICY = "policy"
+CRITIC = "critic"
 # "part/name" -> number
 Metrics = dict[str, Any]
 # The token ids of each of P prompts, of any lengths: [[5, 6], [7, 8, 9]]. Not padded:
@@ -45,6 +48,12 @@ def check_seed(seed: int) -> int:
 def seed_of_call(base: int, call: int, prompt: int) -> int:
     """A seed for a prompt of a call that gave none: another one for each of them."""
     return zlib.crc32(f"{base} {call} {prompt}".encode())
+
+
+def policy_part(params: Params) -> Params:
+    """Returns the policy's share of what trains: all of it, where there is no critic. Tables and
+    shapes go as well."""
+    return params.get(POLICY, params)
 
 
 @flax.struct.dataclass
@@ -95,6 +104,21 @@ class ComparedScores(NamedTuple):
     logprobs: jax.Array
     entropy: jax.Array
     divergence: jax.Array  # in nats, float32, 0 elsewhere; its gradient is that by the policy
+
+    # as TokenScores
+    __array_ufunc__ = None
+
+
+class ValuedScores(NamedTuple):
+    """TokenScores, and what the critic finds of the state before each of these tokens.
+
+    Example: the critic expects a reward of 0.8 once `The answer is 4` is read -> values 0.8 at the
+    token after it.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array
+    values: jax.Array  # float32, in units of the reward, 0 elsewhere; it has a gradient
 
     # as TokenScores
     __array_ufunc__ = None

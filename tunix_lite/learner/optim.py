@@ -465,8 +465,10 @@ def _names(path: tuple) -> tuple[str, ...]:
 
 
 def num_updates(opt_state: Any) -> int:
-    """Updates that were made: those that were skipped (update.TrainStep) do not count."""
-    return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
+    """Updates of the policy that were made: those that were skipped (update.TrainStep) do not
+    count."""
+    # the last in their order, which a critic's come before
+    return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[-1][1])
 
 
 def learning_rates(cfg: LearningRateConfig, max_steps: int) -> Callable[[int], float]:

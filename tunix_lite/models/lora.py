@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.basics.addresses import check_place
 from tunix_lite.basics.plain_text import shown
-from tunix_lite.basics.types import Params
+from tunix_lite.basics.types import POLICY, Params
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.scalar_head import HEAD
 from tunix_lite.models.weights import (
@@ -140,8 +140,11 @@ def attach(
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter, and with the trained head that gives numbers, if there is one.
 
-    keys: one per sequence of the batch, [B]; with them, dropout acts.
+    keys: one per sequence of the batch, [B]; with them, dropout acts. The adapters of a policy and
+    of a critic are attached to the same base.
     """
+    if POLICY in adapters:
+        return {name: attach(base, part, lora, keys) for name, part in adapters.items()}
     leaves = flatten(base) | {name: adapters[name] for name in HEAD if name in adapters}
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     # Sorted, so that the key of a weight does not depend on the order of a dict.

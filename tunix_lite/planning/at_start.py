@@ -96,16 +96,19 @@ def training_programs(
         "update": partial(every_width, compile_update, batch_shapes(resolved), resolved.rows)
     }
     scorers: dict[str, Callable[[RowBatch], jax.stages.Compiled]] = {}
+    acting = acting_params(frozen, state.params, resolved.lora)
     if "reference" in policy.scorers:
         scorers["scoring"] = policy.scorers["reference"].compiled
     elif resolved.scores:
-        acting = acting_params(frozen, state.params, resolved.lora)
         scorers["scoring"] = partial(policy.rescore.compiled, acting)
+    if policy.values is not None:
+        scorers["values"] = partial(policy.values.compiled, acting)
     for name in resolved.frozen_models:
         scorer = policy.compare if resolved.compares(name) else policy.scorers[name]
         scorers[name] = scorer.compiled
     for name, compile_it in scorers.items():
-        theirs = resolved if name == "scoring" else resolved.as_scorer(name)
+        is_frozen = name in resolved.frozen_models
+        theirs = resolved.as_scorer(name) if is_frozen else resolved
         shapes = scored_batch_shapes(theirs)
         programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
     return programs

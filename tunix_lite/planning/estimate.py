@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from tunix_lite.learner.optim import make_optimizer, state_layout
+from tunix_lite.learner.optim import state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
+from tunix_lite.settings.resolved_parts import optimizer_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
@@ -37,13 +38,15 @@ class MemoryEstimate:
         table = resolved.tables
         trained = resolved.table_bytes(table.trained)
         parts = {"parameters": trained, "optimizer": 0}
+        if table.critic is not None:
+            parts["critic"] = resolved.table_bytes(table.critic)
 
         # The optimizer's state, counters left out.
-        declared = traverse_util.flatten_dict(table.trained)
+        declared = traverse_util.flatten_dict(table.networks)
         shapes = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.trained, is_leaf=is_weight
+            lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.networks, is_leaf=is_weight
         )
-        layout = state_layout(make_optimizer(resolved.optimizer, 1, table.trained), shapes)
+        layout = state_layout(optimizer_of(resolved), shapes)
         for leaf in jax.tree.leaves(layout):
             if leaf.weight is not None:
                 axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
@@ -239,6 +242,9 @@ class MemoryEstimate:
             # The gradient of one layer, before it is divided over fsdp, is float32.
             layer += max(0, 4 - resolved.itemsize) * self.layer_elements()
         activations = self.kept_layers(rows, width) + max(layer, self._head_at_work(rows))
+        if (critic := resolved.needs.critic) is not None and critic.is_own:
+            # Its layers are kept beside the policy's, and one is at work.
+            activations += self.kept_layers(rows, width) + layer
         if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
             # Over the whole vocabulary: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
@@ -290,7 +296,7 @@ class MemoryEstimate:
         """Gradients as the weights are stored, and with several micro-batches the float32 sum of
         them beside; with sync_gradients_every, one that is not divided over fsdp, too."""
         resolved = self.resolved
-        trained = resolved.tables.trained
+        trained = resolved.tables.networks
         total = resolved.table_bytes(trained)
         if resolved.rows.num_parts > 1:
             total += resolved.table_bytes(trained, jnp.float32)

@@ -130,7 +130,8 @@ def assemble_plan(
 
     # The phases of a step, in their order.
     made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
-    for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
+    scored = {"scoring": resolved.scores, "values": resolved.needs.critic is not None}
+    for name in [*resolved.frozen_models, *(name for name in scored if scored[name])]:
         made[name] = _scoring(name, resolved, done, resident)
     if (update := done.get("update")) is None:
         made["update"] = ESTIMATE, MemoryEstimate(resolved).update()
@@ -167,7 +168,8 @@ def assemble_plan(
 def _scoring(
     name: str, resolved: ResolvedRun, done: dict[str, Compiled], resident: dict[str, int]
 ) -> tuple[str, dict[str, int]]:
-    """Scoring by a frozen model of the algorithm; or, as `scoring`, by the reference or policy."""
+    """Scoring by a frozen model of the algorithm; as `scoring`, by the reference or policy; as
+    `values`, by the critic."""
     program = done.get(name)
     is_frozen = name in resolved.frozen_models
     if program is None:
@@ -182,6 +184,9 @@ def _scoring(
         names = [name if is_frozen else "reference"]
     elif resolved.lora and not resolved.needs.reference:
         names.append("parameters")
+    if name == "values":
+        layers = [] if resolved.needs.critic.is_own else ["parameters"]
+        names = [*(["frozen base"] if resolved.lora else []), *layers, "critic"]
     return COMPILED, {
         "batch": max(0, program.argument_bytes - sum(resident[name] for name in names)),
         "temporary": program.added_bytes - program.code_bytes,

@@ -12,7 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Params
+from tunix_lite.basics.types import Params, policy_part
+from tunix_lite.learner.critic import values_program
 from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
@@ -155,8 +156,14 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
 
     programs: dict[str, Lower] = {"update": update}
     if resolved.scores:
-        under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
+        acting = policy_part(shapes.acting(resolved))
+        under = acting if shapes.reference is None else shapes.reference
         programs["scoring"] = partial(score, resolved, under)
+    if resolved.needs.critic is not None:
+        scores = policy_of(resolved).scores
+        values = values_program(scores, resolved.needs.critic, resolved.rows)
+        of_both = (shapes.acting(resolved), scored_batch_shapes(resolved))
+        programs["values"] = partial(values.lower, *of_both)
     for name, params in shapes.frozen_models.items():
         programs[name] = partial(frozen_model, name, params)
     return programs | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
@@ -208,7 +215,7 @@ def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
 def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
     """The programs of the rollout, and the weights by layer, placed as they read them."""
     run = resolved.run
-    acting = shapes.acting(resolved)
+    acting = policy_part(shapes.acting(resolved))
     mesh = jax.tree.leaves(acting)[0].sharding.mesh
     spec = SamplerSpec(
         resolved.cfg,

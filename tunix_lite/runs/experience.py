@@ -9,7 +9,15 @@ import numpy as np
 
 from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.basics.errors import RunFailed, error_context
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
+from tunix_lite.basics.types import (
+    Batch,
+    Graded,
+    Metrics,
+    Params,
+    RowBatch,
+    TrainState,
+    policy_part,
+)
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
@@ -145,7 +153,7 @@ class FreshExperience:
             return evaluate(
                 self._learner.policy,
                 task,
-                params,
+                policy_part(params),
                 examples,
                 self._learner.seed_key,
                 settings.num_samples,

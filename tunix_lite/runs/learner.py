@@ -10,8 +10,9 @@ import optax
 
 from tunix_lite.algorithms.algorithm import Comparer, Rescorer, Scorer
 from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.types import Batch, Params, RowBatch, TrainState
+from tunix_lite.basics.types import Batch, Params, RowBatch, TrainState, policy_part
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
+from tunix_lite.learner.critic import with_critic
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
@@ -64,7 +65,8 @@ class Learner:
     seconds: Counter = field(default_factory=Counter)
 
     def policy_params(self, state: TrainState) -> Params:
-        """Returns the parameters to sample with: adapters attached to their base."""
+        """Returns the parameters to sample with: adapters attached to their base; with a critic
+        those of both networks."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
 
     def compile_update(self, state: TrainState, rows: RowBatch) -> jax.stages.Compiled:
@@ -76,7 +78,7 @@ class Learner:
         """Compiles every program that rollouts and evaluations of the run can need at any length.
         Nothing is sampled here."""
         run = self.resolved.run
-        params = self.policy_params(state)
+        params = policy_part(self.policy_params(state))
         about = {"converses": self.resolved.converses}
         if self.resolved.converses:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens
@@ -128,6 +130,8 @@ def build_learner(session: Session) -> Learner:
         reference = reference_of(
             session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
+    if (critic := resolved.needs.critic) is not None:
+        params = with_critic(critic, resolved.cfg, params, stored)
     state, skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
 
     # The models that only score, such as a teacher or a reward model.
@@ -142,7 +146,7 @@ def build_learner(session: Session) -> Learner:
     # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
     # the devices is there by now.
     sampling_weights, why = memory.choose_weights(
-        acting_params(frozen, state.params, model.lora),
+        acting_params(frozen, policy_part(state.params), model.lora),
         resolved.cfg,
         resolved.dtype,
         run.generation,
@@ -274,4 +278,7 @@ def _timed(policy: Policy, seconds: Counter) -> Policy:
     compare = policy.compare
     if compare is not None:
         compare = _Timed(f"time/{TEACHER}", compare, seconds)
-    return replace(policy, scorers=scorers, rescore=rescore, compare=compare)
+    values = policy.values
+    if values is not None:
+        values = _Timed("time/values", values, seconds)
+    return replace(policy, scorers=scorers, rescore=rescore, compare=compare, values=values)

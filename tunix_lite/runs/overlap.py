@@ -11,7 +11,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
 from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
+from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
 from tunix_lite.rollout.partial import (
@@ -139,7 +139,7 @@ class PartialRollouts:
             return groups_to_take(oldest, is_whole, self._batches.count, now, self._behind)
 
         completions, metrics = self._sampler.go_on(
-            params,
+            policy_part(params),
             completions,
             prompts,
             self._seed_key,

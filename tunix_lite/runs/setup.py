@@ -584,6 +584,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
+    rows += resolved.rows_of_critic
     layout = parts.rows
     packed = ""
     if layout.packing != "none":

@@ -144,8 +144,8 @@ class Watch:
         self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 
         # The rate of each update, the profiler, and what the seconds of a step are set against.
-        optimizer = learner.resolved.optimizer
-        self.learning_rate = learning_rates(optimizer, run.training.max_steps)
+        resolved = learner.resolved
+        self.learning_rate = learning_rates(resolved.optimizer, resolved.policy_updates)
         is_profiled = run.training.profile_communication and run_dir.is_first
         num_steps = run.training.max_steps - self.start
         self.profile = Profile(run_dir.path if is_profiled else None, num_steps)

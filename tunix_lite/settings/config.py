@@ -335,6 +335,14 @@ class RunConfig:
                 "completions are sampled for whole batches; set training.last_batch=drop"
             )
 
+        critic = self.algorithm.needs.critic
+        if critic is not None and training.max_steps and critic.warmup >= training.max_steps:
+            raise ValueError(
+                f"algorithm.critic_warmup={critic.warmup} of training.max_steps="
+                f"{training.max_steps} updates leaves none to the policy; set "
+                f"training.max_steps={_multiple(2 * critic.warmup, updates)}"
+            )
+
         # What the algorithm's loss says of held-out rows, and what ranks checkpoints.
         evaluation = self.evaluation
         if evaluation.loss_examples and self.algorithm.needs.held_out_loss is None:
@@ -492,6 +500,11 @@ def _check_task(run: RunConfig) -> None:
             "task.environment answers what the model samples, and here nothing is sampled: the "
             "algorithm learns from demonstrations, and evaluation.num_examples is 0; set "
             "task.environment=null, or evaluation.num_examples to evaluate in conversations"
+        )
+    if needs.critic is not None and run.conversation.credit == "discount":
+        raise ValueError(
+            "conversation.credit=discount: a critic's returns are discounted token by token; set "
+            "conversation.credit=turn, and algorithm.gamma=0.99 to discount"
         )
     advantages = getattr(run.algorithm, "advantages", None)
     compares_turns = run.conversation.credit != "end" and advantages is not None

@@ -113,8 +113,6 @@ def _option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint 
     """The option of a group that is meant by a value."""
     if group == "model" and ("/" in value or value.startswith((".", "~"))):
         return Hint((f"model.weights={value}",))
-    if group == "algorithm" and value.lower() == "ppo":
-        return Hint((), "there is no critic; algorithm=grpo compares completions of a prompt")
     option = near_option(group, value, folders)
     return Hint((f"{group}={option}",)) if option else None
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Generate
-from tunix_lite.basics.types import Params, RowBatch, TrainState
+from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
+from tunix_lite.learner.critic import both_optimizers, values_program, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
@@ -41,7 +42,7 @@ class Shapes:
     frozen_models: dict[str, Params]
 
     def acting(self, resolved: ResolvedRun) -> Params:
-        """Returns the parameters to sample with."""
+        """Returns the parameters to sample with, and to learn with those of a critic."""
         return acting_params(self.frozen, self.state.params, resolved.lora)
 
 
@@ -59,7 +60,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
     # What is stored of the weights.
     table = resolved.tables
-    params = weights.shapes(table.trained)
+    params = weights.shapes(table.networks)
     frozen = None if table.frozen is None else weights.shapes(table.frozen)
 
     # The reference: a copy in the type of the computation, or the base.
@@ -68,11 +69,12 @@ def abstract(resolved: ResolvedRun) -> Shapes:
         reference = frozen
         if frozen is None:
             copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype)
-            shardings = jax.tree.map(lambda x: x.sharding, params)
-            reference = placed(jax.eval_shape(copy, params), shardings)
+            of_policy = policy_part(params)
+            shardings = jax.tree.map(lambda x: x.sharding, of_policy)
+            reference = placed(jax.eval_shape(copy, of_policy), shardings)
         # the reference then begins with other adapters than those that train
         if resolved.copies_adapters:
-            reference = acting_params(frozen, params, resolved.lora)
+            reference = acting_params(frozen, policy_part(params), resolved.lora)
 
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     opt_state = opt_state_shapes(optimizer_of(resolved), params)
@@ -118,9 +120,14 @@ def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowB
 
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
-    """The run's optimizer."""
+    """The run's optimizer; with a critic, one for each network."""
     max_steps = resolved.run.training.max_steps
-    return make_optimizer(resolved.optimizer, max_steps, resolved.tables.trained)
+    critic = resolved.needs.critic
+    if critic is None:
+        return make_optimizer(resolved.optimizer, max_steps, resolved.tables.trained)
+    of_policy = partial(make_optimizer, resolved.optimizer, resolved.policy_updates)
+    of_critic = partial(make_optimizer, resolved.critic_optimizer, max_steps)
+    return both_optimizers(critic, of_policy, of_critic, resolved.tables.networks)
 
 
 def policy_of(
@@ -151,6 +158,13 @@ def policy_of(
         for name, params in (frozen_models or {}).items()
     }
     policy = replace(policy, scorers={**policy.scorers, **others})
+    if (critic := resolved.needs.critic) is not None:
+        program = values_program(policy.scores, critic, resolved.rows)
+        policy = replace(
+            policy,
+            scores=with_values(policy.scores, critic),
+            values=replace(policy.rescore, program=compiled_once(program.lower)),
+        )
     if (teacher := resolved.teacher) is None:
         return policy
 

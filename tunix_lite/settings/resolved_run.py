@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.types import CRITIC, POLICY
 from tunix_lite.learner.comparison import Teacher
+from tunix_lite.learner.critic import critic_table
 from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
@@ -72,9 +74,19 @@ def architecture_of(model: ModelConfig, cfg: Architecture, needs: Needs) -> Arch
 class _Tables(NamedTuple):
     """The declared weights of a run, in the types that they are stored in."""
 
+    # of the policy
     trained: dict
     # None: all weights train
     frozen: dict | None
+    # None: the policy trains alone
+    critic: dict | None = None
+
+    @property
+    def networks(self) -> dict:
+        """All that trains, as TrainState.params holds it."""
+        if self.critic is None:
+            return self.trained
+        return {POLICY: self.trained, CRITIC: self.critic}
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,36 @@ class ResolvedRun:
     def optimizer(self) -> Optimizer:
         """The optimizer's settings, with the learning rate that this mesh gets."""
         return scaled_for(self.run.optimizer, self.fsdp)
+
+    @property
+    def policy_updates(self) -> int:
+        """Updates that change the policy: all but those of a critic's warm-up."""
+        critic = self.needs.critic
+        return self.run.training.max_steps - (0 if critic is None else critic.warmup)
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """The same for the critic, which may have a learning rate of its own."""
+        rate = self.needs.critic.learning_rate
+        if rate is None:
+            return self.optimizer
+        return scaled_for(replace(self.run.optimizer, learning_rate=rate), self.fsdp)
+
+    @property
+    def rows_of_critic(self) -> list[tuple[str, str]]:
+        """Returns what the start of a run says of its critic: (name, text), or nothing."""
+        critic = self.needs.critic
+        if critic is None:
+            return []
+        kind = (
+            "layers of its own and a head"
+            if critic.is_own
+            else "a head on the policy's layers"
+        )
+        count = weights.num_params(self.tables.critic)
+        alone = f", alone for {critic.warmup} updates" if critic.warmup else ""
+        rate = self.critic_optimizer.learning_rate
+        return [("critic", f"{kind}, {count:,} parameters, rate {rate:g}{alone}")]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -295,17 +337,23 @@ class ResolvedRun:
 
     @property
     def tables(self) -> _Tables:
-        """The weights that train, and those of the frozen base."""
+        """The weights that train, those of the frozen base, and those of the critic."""
         table = decoder.weights(self.cfg)
         storage = STORED[self.run.training.mixed_precision]
+        frozen = None
         if self.lora is None:
-            return _Tables(stored_table(table, storage), None)
-        adapters = jax.tree.map(
-            lambda w: w if w.is_exact else replace(w, dtype=STORAGE[storage]),
-            trained_weights(table, self.lora),
-            is_leaf=weights.is_weight,
-        )
-        return _Tables(adapters, stored_table(table, self.lora.base))
+            trained = stored_table(table, storage)
+        else:
+            trained = jax.tree.map(
+                lambda w: w if w.is_exact else replace(w, dtype=STORAGE[storage]),
+                trained_weights(table, self.lora),
+                is_leaf=weights.is_weight,
+            )
+            frozen = stored_table(table, self.lora.base)
+        critic = self.needs.critic
+        if critic is not None:
+            critic = critic_table(critic, self.cfg, trained, storage)
+        return _Tables(trained, frozen, critic)
 
     def table_bytes(
         self,

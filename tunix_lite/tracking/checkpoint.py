@@ -27,7 +27,7 @@ from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.best import Ranked
 from tunix_lite.basics.errors import is_of_a_peer
 from tunix_lite.basics.plain_text import shown
-from tunix_lite.basics.types import Params, TrainState
+from tunix_lite.basics.types import POLICY, Params, TrainState, policy_part
 from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.bucket_folder import held_bucket, writes_directly
@@ -211,10 +211,15 @@ class Checkpoints:
     def restore_params(
         self, like: Params, step: int | str | None = None
     ) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params). step: as of chosen_step.
-        Raises as `restore`."""
+        """Reads only the policy's parameters of a checkpoint: (its step, params). step: as of
+        chosen_step. Raises as `restore`."""
         step = self.chosen_step(step)
-        return step, self._read(step, {"params": like}, is_part=True)["params"]
+        return step, policy_part(self._read(step, {"params": like}, is_part=True)["params"])
+
+    def _tree(self, step: int) -> Tree:
+        """The shapes of a checkpoint, as orbax has written them down."""
+        folder = self._there / str(step) / "default"
+        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
     def chosen_step(self, step: int | str | None) -> int:
         """This step; None: the newest; best: that of the best checkpoint. Raises ValueError if
@@ -309,6 +314,12 @@ class Checkpoints:
             more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
             raise ValueError(self._damaged(step, damage[0] + more))
         _silence_orbax_errors()
+        if is_part:
+            # Who reads a part of it may not know that a critic has trained as well. Of a tree that
+            # cannot be read orbax says more below.
+            with contextlib.suppress(Exception):
+                if POLICY in self._tree(step)["params"]:
+                    wanted = {"params": {POLICY: wanted["params"]}}
 
         # A saved chunk is read as a whole, so twice the largest array must fit.
         leaves = jax.tree.leaves(wanted)
@@ -344,13 +355,8 @@ class Checkpoints:
     def _why_not(self, step: int, wanted: Tree, is_part: bool, error: Exception) -> str:
         """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
-            tree = (
-                ocp.PyTreeCheckpointHandler()
-                .metadata(self._there / str(step) / "default")
-                .tree
-            )
             here = _shapes(wanted)
-            there = _shapes(tree)
+            there = _shapes(self._tree(step))
         except Exception as unreadable:
             return self._damaged(step, _reason(unreadable))
         if is_part:

@@ -1,0 +1,228 @@
+"""Proximal Policy Optimisation with a critic (PPO, arXiv:1707.06347), as it is used for language
+models (arXiv:2203.02155).
+
+loss = - sum_t w_t min(rho_t A_t, clip(rho_t) A_t) - entropy_coef sum_t w_t H_t
+       + value_coef / 2 sum_t w_t max((V_t - R_t)^2, (V'_t - R_t)^2)
+V'_t = old V_t + clip(V_t - old V_t, - value_clip, value_clip)
+
+A and R come from algorithms/gae.py, with the values that the critic had when the completions were
+sampled. The reward of a completion belongs to its last token, and with kl_coef each token pays
+kl_coef (old_logprob - ref_logprob). rho_t and w_t are those of GRPO.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.algorithms.algorithm import Critic, Needs, Policy, TaskInterface, refuse
+from tunix_lite.algorithms.gae import explained_variance, gae, whitened
+from tunix_lite.algorithms.groups import Groups, sample_groups, scored_in_parts
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.types import (
+    Batch,
+    Graded,
+    Metrics,
+    Params,
+    RowBatch,
+    ValuedScores,
+    policy_part,
+)
+
+# the streams of its batches: R, and V of the critic before the update
+STREAMS = ("returns", "old_values")
+
+
+@dataclass(frozen=True)
+class PPO:
+    """Learns from advantages over what a critic expects, token by token, and trains the critic.
+    Example: PPO(critic="own", gae_lambda=1.0, kl_coef=0.01, critic_warmup=20)."""
+
+    # Completions sampled for each prompt, at least 1.
+    num_generations: int = 8
+    # Optimizer updates made from one rollout, a multiple of mini_batches.
+    updates_per_rollout: int = 1
+    # Parts that a rollout is split into. Each update trains on the next part. 1 does not split it.
+    mini_batches: int = 1
+    # shared: a value head on the policy's layers. own: a second network, which begins as a copy of
+    # the policy.
+    critic: str = "shared"
+    # Peak learning rate of the critic. null takes that of the policy.
+    critic_learning_rate: float | None = None
+    # Updates at the start in which only the critic learns.
+    critic_warmup: int = 0
+    # Discount of what comes a token later, from 0 to 1.
+    gamma: float = 1.0
+    # Weight of later tokens in an advantage, from 0 (one step) to 1 (the whole completion).
+    gae_lambda: float = 0.95
+    # true lets the critic stand for what follows where max_new_tokens cut a completion off. false
+    # takes the cut for its end.
+    bootstrap_truncated: bool = False
+    # true scales advantages to mean 0 and variance 1 over all tokens of a rollout.
+    whiten: bool = True
+    weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
+    # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
+    clip_low: float | None = 0.2
+    # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
+    clip_high: float | None = 0.2
+    # Weight of the value loss, above 0.
+    value_coef: float = 0.5
+    # Distance from its old value beyond which a value gains nothing. null does not clip.
+    value_clip: float | None = 0.2
+    # Reward that a token loses per nat of KL divergence from the reference model. 0 loads no
+    # reference.
+    kl_coef: float = 0.0
+    # Weight of the entropy bonus. 0 adds none.
+    entropy_coef: float = 0.0
+
+    def __post_init__(self):
+        problems = {
+            f"num_generations={self.num_generations} must be at least 1": self.num_generations
+            < 1,
+            f"updates_per_rollout={self.updates_per_rollout} must be a multiple of "
+            f"mini_batches={self.mini_batches}, which is at least 1": (
+                self.mini_batches < 1
+                or self.updates_per_rollout < 1
+                or self.updates_per_rollout % self.mini_batches > 0
+            ),
+            f"critic={self.critic!r}; it is shared or own": self.critic
+            not in ("shared", "own"),
+            f"critic_learning_rate={self.critic_learning_rate} must be above 0": (
+                self.critic_learning_rate is not None and self.critic_learning_rate <= 0
+            ),
+            f"value_coef={self.value_coef} must be above 0: else no critic learns; algorithm=grpo "
+            "has none": self.value_coef <= 0,
+            f"value_clip={self.value_clip} must be above 0, or null": (
+                self.value_clip is not None and self.value_clip <= 0
+            ),
+        }
+        for name in ("gamma", "gae_lambda"):
+            value = getattr(self, name)
+            problems[f"{name}={value} must be between 0 and 1"] = not 0 <= value <= 1
+        for name in ("kl_coef", "entropy_coef", "critic_warmup", "clip_low", "clip_high"):
+            value = getattr(self, name)
+            problems[f"{name}={value} must not be negative"] = value is not None and value < 0
+        refuse(problems)
+
+    # the loss adds up tokens and nothing else
+    loss_reduction = "tokens"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            reference=self.kl_coef > 0,
+            critic=Critic(self.critic == "own", self.critic_learning_rate, self.critic_warmup),
+            fields=("advantages", "old_logprobs"),
+            streams=STREAMS,
+            mini_batches=self.mini_batches,
+            fresh="the values of PPO are right only for tokens of the current weights; set "
+            "rollout.max_staleness=0",
+        )
+
+    def collect(
+        self,
+        policy: Policy,
+        task: TaskInterface,
+        params: Params,
+        examples: list[dict],
+        key: jax.Array,
+    ) -> tuple[Batch, Metrics, Graded]:
+        """Prompts -> completions -> rewards and values -> advantages -> the batch to learn from.
+        params: of both networks."""
+        groups = sample_groups(
+            policy, task, policy_part(params), examples, key, self.num_generations
+        )
+        rollout = groups.rollout
+        drawn_BT = np.asarray(rollout.completion_mask)
+
+        # Where the limit cut a completion off, its last token is no step to learn from: its value,
+        # of the state before it, stands for all that would have followed.
+        steps_BT = drawn_BT
+        if self.bootstrap_truncated:
+            last_BT = np.cumsum(drawn_BT, axis=1) == drawn_BT.sum(axis=1, keepdims=True)
+            is_cut_B1 = ~np.asarray(rollout.finished)[:, None]
+            steps_BT = drawn_BT & ~(last_BT & is_cut_B1)
+        groups = replace(groups, rollout=rollout.replace(completion_mask=steps_BT))
+        batch = groups.batch(np.zeros_like, self.weighting, self.mini_batches)
+
+        # What the critic expects at every token that was drawn, and what the reference finds of it.
+        read = batch.replace(loss_weight=drawn_BT.astype(np.float32))
+        score = partial(scored_in_parts, batch=read, num_mini_batches=self.mini_batches)
+        values_BT = np.float64(score(partial(policy.values, params)))
+        rewards_BT = token_rewards(groups, steps_BT)
+        metrics = groups.metrics
+        if self.kl_coef:
+            gap_BT = np.float64(batch.old_logprobs) - score(policy.scorers["reference"])
+            k1_BT = np.where(steps_BT, gap_BT, 0.0)
+            rewards_BT -= self.kl_coef * k1_BT
+            metrics["train/kl"] = float(k1_BT.sum() / max(steps_BT.sum(), 1))
+
+        # Advantages and returns of the whole global batch.
+        after_B = np.where(drawn_BT & ~steps_BT, values_BT, 0.0).sum(axis=1)
+        advantages_BT, returns_BT = gae(
+            rewards_BT, values_BT, steps_BT, self.gamma, self.gae_lambda, after_B
+        )
+        counts_BT = batch.loss_weight != 0
+        returns = returns_BT[counts_BT]
+        if returns.size:
+            metrics |= {
+                "critic/explained_variance": explained_variance(values_BT[counts_BT], returns),
+                "critic/value_mean": float(values_BT[counts_BT].mean()),
+                "critic/return_mean": float(returns.mean()),
+                "critic/return_std": float(returns.std()),
+            }
+        if self.whiten:
+            advantages_BT = whitened(advantages_BT, counts_BT)
+        batch = batch.replace(
+            advantages=advantages_BT.astype(np.float32),
+            streams={
+                name: values.astype(np.float32)
+                for name, values in zip(STREAMS, (returns_BT, values_BT))
+            },
+        )
+        return batch, metrics, groups.graded
+
+    def loss(self, scores: ValuedScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+        """The loss and its metrics, sums. Arrays are [R, W]."""
+        # the policy's part is GRPO's, with advantages of tokens
+        policy = GRPO(
+            clip_low=self.clip_low, clip_high=self.clip_high, entropy_coef=self.entropy_coef
+        )
+        loss, metrics = policy.loss(scores, batch.replace(streams={}))
+
+        # The larger of two errors: to come nearer to the return by a jump gains nothing.
+        returns_RW, old_RW = (batch.streams[name] for name in STREAMS)
+        error_RW = jnp.square(scores.values - returns_RW)
+        if self.value_clip is not None:
+            moved_RW = jnp.clip(scores.values - old_RW, -self.value_clip, self.value_clip)
+            clipped_RW = jnp.square(old_RW + moved_RW - returns_RW)
+            is_clipped_RW = clipped_RW > error_RW
+            metrics["train/value_clipped"] = jnp.sum(batch.loss_weight * is_clipped_RW)
+            error_RW = jnp.maximum(error_RW, clipped_RW)
+        metrics["train/value_loss"] = 0.5 * jnp.sum(batch.loss_weight * error_RW)
+        return loss + self.value_coef * metrics["train/value_loss"], metrics
+
+
+def token_rewards(groups: Groups, steps_BT: np.ndarray) -> np.ndarray:
+    """The rewards of completions at the last of their steps, [B, T] float64; with
+    conversation.credit=turn, what the environment gave for a turn at the last step of the turn."""
+    rewards_BT = np.zeros(steps_BT.shape)
+    totals_B = np.nan_to_num(groups.rewards_PG).reshape(-1)
+    has_turns = groups.credit is not None and groups.credit.kind != "end"
+    for row, rest in enumerate(totals_B):
+        columns = np.flatnonzero(steps_BT[row])
+        if not len(columns):
+            continue
+        if has_turns:
+            turns = groups.rollout.conversations[row].turns
+            for turn, reward in zip(turns, groups.graded.turn_rewards[row]):
+                # of a turn without any step, the step before it
+                place = max(np.searchsorted(columns, turn.end) - 1, 0)
+                rewards_BT[row, columns[place]] += reward
+                rest -= reward
+        rewards_BT[row, columns[-1]] += rest
+    return rewards_BT
