@@ -35,11 +35,14 @@ class _Rescore:
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
+    # whether tokens take the experts that the sampler recorded
+    replays: bool = False
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
         # Other fields of a batch would only make another program.
         arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
-        read = Batch(*arrays, segment_ids=batch.segment_ids)
+        routes = batch.routes if self.replays else None
+        read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
 
@@ -113,20 +116,22 @@ def make_policy(
     dtype: DTypeLike = jnp.float32,
     reference: Params | None = None,
     rows: RowLayout = ROWS,
+    replays: bool = False,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term. rows: the layout where `collect` asks for scores. scoring:
-    settings of decoder.forward, such as `remat`.
+    frozen params of the KL term. rows: the layout where `collect` asks for scores. replays: there,
+    tokens take the experts that were recorded, as they do in the update; then log-probabilities
+    differ by weights alone. scoring: settings of decoder.forward, such as `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
-    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
+    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
     return Policy(generate, scores, frozen, rescore)
 

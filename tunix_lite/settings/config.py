@@ -103,6 +103,11 @@ class TrainingConfig:
     # Type in which layer outputs are summed over tp: float32, or bfloat16, half the bytes and less
     # exact.
     tp_reduce_dtype: str = "float32"
+    # Factor of the loss that spreads tokens over experts (Qwen 3 was trained with 0.001). 0 has
+    # none.
+    router_aux_loss_coef: float = 0.0
+    # Factor of the loss that keeps the router's logits small. 0 has none.
+    router_z_loss_coef: float = 0.0
     # Micro-batches that a shard sums before its gradients cross the mesh.
     sync_gradients_every: int = 1
     # What happens if the memory plan does not fit: stop, or warn and start anyway.
@@ -168,6 +173,7 @@ class TrainingConfig:
         rule = "must be above 0; most clusters give 30"
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
+        counts += " router_aux_loss_coef router_z_loss_coef"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         is_lower_better(self.best_metric, self.best_is)
 

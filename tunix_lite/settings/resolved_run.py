@@ -174,6 +174,12 @@ class ResolvedRun:
         return rollout.overlap == "carry" and rollout.is_stale
 
     @property
+    def replays_routes(self) -> bool:
+        """Returns whether batches hold the experts that sampled tokens took."""
+        is_sampled = not self.needs.demonstrations
+        return is_sampled and self.cfg.experts is not None and self.run.rollout.replay_routes
+
+    @property
     def converses(self) -> bool:
         """Returns whether an environment answers completions, so that slots are appended to."""
         return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
@@ -247,6 +253,8 @@ class ResolvedRun:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
         rows = plan_rows(run, self.batch, has_large_head(model.cfg))
+        # routes are those of the policy, and this is another model
+        run = replace(run, rollout=replace(run.rollout, replay_routes=False))
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
@@ -398,6 +406,13 @@ def resolve_run(
             f"sharding: train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
             f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
         )
+
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(run.training, name) and cfg.experts is None:
+            raise ConfigError(
+                f"training: {name}={getattr(run.training, name)}: the model has no experts; leave "
+                "it out"
+            )
 
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
