@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 from tunix_lite.learner.micro_batches import cut, part_of
+from tunix_lite.learner.routing import expert_sums
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.routes import replayed
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import axis_size, constrain
@@ -152,7 +154,10 @@ def batch_scores(
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
+    routes = None if batch.routes is None else replayed(batch.routes, cfg)
+    hidden_RWD, routed = decoder.forward_and_routes(
+        params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
+    )
     R, W = batch.tokens.shape
     M = batch.is_scored.shape[1]
 
@@ -178,7 +183,11 @@ def batch_scores(
 
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    return jax.tree.map(in_rows, scores_RM)
+    scores_RW = jax.tree.map(in_rows, scores_RM)
+    # another head has no field for them
+    if routed is None or not hasattr(scores_RW, "experts"):
+        return scores_RW
+    return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
 
 
 def token_logprobs(

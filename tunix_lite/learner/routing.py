@@ -93,8 +93,7 @@ class RouterLoss:
 
 
 def with_expert_metrics(metrics: Metrics) -> Metrics:
-    """The metrics of a whole batch, with numbers in the place of sums; those without experts as they
-    are."""
+    """The metrics of a whole batch: sums over experts become numbers; others stay."""
     if EXPERTS not in metrics:
         return metrics
     sums = metrics[EXPERTS]

@@ -335,7 +335,7 @@ def prefill(
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
-    hidden_MTD, new_cache, _ = decoder.forward_by_layer(
+    hidden_MTD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_MT,
@@ -343,6 +343,7 @@ def prefill(
         attend_fn,
         spec.tp_reduce_dtype,
         sequences=meta,
+        routes_LBTk=_replayed_routes(spec, routes_MTK),
     )
 
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
@@ -520,7 +521,8 @@ def read_drawn(
     angles: dict[str, decoder.Angles] | None,
 ) -> tuple[Slots, jax.Array, jax.Array | None]:
     """The slots after every running one has read the token drawn for it; these tokens, -1 for
-    slots that do not run; and their routes, if they are recorded. angles: of the tokens, by kind of layer; None: they are computed here."""
+    slots that do not run; and their routes, if they are recorded. angles: of the tokens, by kind
+    of layer; None: they are computed here."""
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
     attend_fn = attend_to_cache(spec, slots)
     products = decoder.Products(spec.tp_reduce_dtype)
@@ -531,7 +533,7 @@ def read_drawn(
         products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
 
     # Read the new token: its keys and values join the cache.
-    hidden_B1D, cache, _ = decoder.forward_by_layer(
+    hidden_B1D, cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         token_B[:, None],
@@ -672,7 +674,7 @@ def append(
     cache = jax.tree.map(read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     is_token_RW = jnp.arange(W) < counts_R[:, None]
-    hidden_RWD, new_cache, _ = decoder.forward_by_layer(
+    hidden_RWD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_RW,
@@ -681,6 +683,7 @@ def append(
         spec.tp_reduce_dtype,
         sequences=attention.AttentionMeta(positions_RW, is_token_RW.astype(jnp.int32)),
         states=cache,
+        routes_LBTk=_replayed_routes(spec, routes_RWK),
     )
 
     # The first token of the next turn is drawn from the last of them.

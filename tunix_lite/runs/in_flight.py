@@ -109,7 +109,8 @@ def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str
     pieces = iter(np.split(routes, np.cumsum(sizes)[:-1]))
     both = zip(read.tolist(), pieces, pieces)
     return [
-        {"prompt_routes": prompt, "routes": own} if count else {} for count, prompt, own in both
+        {"prompt_routes": prompt, "routes": own} if count else {}
+        for count, prompt, own in both
     ]
 
 
