@@ -12,9 +12,9 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.basics.types import Batch, TrainState
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape
-from tunix_lite.learner.policy import batch_scores, make_policy
+from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder
@@ -53,16 +53,16 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def params():
+def mixture():
     set_mesh(1, 1)
     return random_params(CFG)
 
 
 @pytest.fixture(scope="module")
-def sampled(params):
+def sampled(mixture):
     set_mesh(1, 1)
     generate = make_generate(CFG, GENERATION, EOS, 0, rollout=RolloutConfig(num_slots=4, chunk=4))
-    return generate(params, ragged_prompts(P), jax.random.key(7), G)
+    return generate(mixture, ragged_prompts(P), jax.random.key(7), G)
 
 
 def batch_of(rollout, routes):
@@ -128,19 +128,19 @@ def test_routes_take_a_byte_an_expert_up_to_256_experts_and_say_what_is_not_reco
         np.testing.assert_array_equal(replayed(jnp.asarray(routes), cfg), expected)
 
 
-def test_the_sampler_records_the_experts_of_every_token_of_prompt_and_completion(sampled, params):
+def test_the_sampler_records_the_experts_of_every_token_of_prompt_and_completion(sampled, mixture):
     assert sampled.routes.dtype == np.uint8 and sampled.routes.shape == (P * G, WIDTH, L * K)
     assert not sampled.routes[~sampled.token_mask].any()
     for row, mask in enumerate(sampled.token_mask):
-        _, ids = alone(params, sampled.tokens[row][mask])
+        _, ids = alone(mixture, sampled.tokens[row][mask])
         np.testing.assert_array_equal(sampled.routes[row][mask].reshape(-1, L, K), ids)
     # many of them: the model has opinions
     assert len(np.unique(sampled.routes[sampled.token_mask], axis=0)) > 20
 
 
-def test_without_replay_and_without_experts_nothing_is_recorded(sampled, params, cfg, rollout):
+def test_without_replay_and_without_experts_nothing_is_recorded(sampled, mixture, cfg, rollout):
     off = RolloutConfig(num_slots=4, chunk=4, replay_routes=False)
-    bare = make_generate(CFG, GENERATION, EOS, 0, rollout=off)(params, ragged_prompts(P), jax.random.key(7), G)
+    bare = make_generate(CFG, GENERATION, EOS, 0, rollout=off)(mixture, ragged_prompts(P), jax.random.key(7), G)
     assert bare.routes is None and rollout.routes is None
     np.testing.assert_array_equal(bare.tokens, sampled.tokens)
 
@@ -159,35 +159,35 @@ def forced(rollout, seed=0):
 
 
 @pytest.fixture(scope="module")
-def expected_forced(sampled, params):
+def expected_forced(sampled, mixture):
     set_mesh(1, 1)
     routes = forced(sampled)
     scores = np.zeros(sampled.tokens.shape, np.float32)
     for row, mask in enumerate(sampled.token_mask):
-        logprobs, ids = alone(params, sampled.tokens[row][mask], routes[row][mask].reshape(-1, L, K))
+        logprobs, ids = alone(mixture, sampled.tokens[row][mask], routes[row][mask].reshape(-1, L, K))
         np.testing.assert_array_equal(ids, routes[row][mask].reshape(-1, L, K))
         scores[row, np.flatnonzero(mask)[1:]] = logprobs
     return routes, np.where(sampled.completion_mask, scores, 0)
 
 
 @pytest.mark.parametrize("how", LAYOUTS)
-def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(sampled, params, expected_forced, how):
+def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(sampled, mixture, expected_forced, how):
     routes, expected = expected_forced
     batch = batch_of(sampled, routes)
-    found = make_policy(CFG, None, 1.0, rows=LAYOUTS[how], replays=True).rescore(params, batch)
+    found = make_policy(CFG, None, 1.0, rows=LAYOUTS[how], replays=True).rescore(mixture, batch)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     # and they are not those of the router
-    native = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(params, batch)
+    native = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(mixture, batch)
     np.testing.assert_allclose(native, sampled.full_logprobs, atol=2e-5)
     assert np.abs(native - expected).max() > 0.1
 
 
-def test_the_order_of_the_batch_changes_no_bit_of_a_sequence(sampled, params, expected_forced):
+def test_the_order_of_the_batch_changes_no_bit_of_a_sequence(sampled, mixture, expected_forced):
     batch = batch_of(sampled, expected_forced[0])
     order = np.random.default_rng(1).permutation(P * G)
     score = make_policy(CFG, None, 1.0, rows=LAYOUTS["none"], replays=True).rescore
     shuffled = jax.tree.map(lambda x: x[order], batch)
-    np.testing.assert_array_equal(score(params, shuffled), score(params, batch)[order])
+    np.testing.assert_array_equal(score(mixture, shuffled), score(mixture, batch)[order])
 
 
 def step_of(layout, router_loss=None, sync_every=1, lora=None):
@@ -200,14 +200,14 @@ def grads_of(step, params, rows, frozen=None):
     return jax.device_get(run(params, rows))
 
 
-def test_the_update_takes_them_and_the_router_still_learns(sampled, params, expected_forced):
+def test_the_update_takes_them_and_the_router_still_learns(sampled, mixture, expected_forced):
     """Micro-batches, packed rows and shared prompts give one gradient, that of the router included."""
     batch = batch_of(sampled, expected_forced[0])
-    whole, metrics = grads_of(step_of(LAYOUTS["none"]), params, LAYOUTS["none"].lay_out(batch)[0])
+    whole, metrics = grads_of(step_of(LAYOUTS["none"]), mixture, LAYOUTS["none"].lay_out(batch)[0])
     size = np.abs(whole["layers"]["router"]).max()
     assert size > 1e-3
-    for how in ("micro-batches", "sequences", "prefix"):
-        grads, other = grads_of(step_of(LAYOUTS[how]), params, LAYOUTS[how].lay_out(batch)[0])
+    for how in ("micro-batches", "prefix"):
+        grads, other = grads_of(step_of(LAYOUTS[how]), mixture, LAYOUTS[how].lay_out(batch)[0])
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * size, rtol=1e-4), grads, whole)
         # a prompt that is shared is counted once
         if how != "prefix":
@@ -217,10 +217,10 @@ def test_the_update_takes_them_and_the_router_still_learns(sampled, params, expe
     assert 0.9 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"] <= 1
 
 
-def test_metrics_say_what_the_router_did(sampled, params):
+def test_metrics_say_what_the_router_did(sampled, mixture):
     layout = LAYOUTS["none"]
     batch = batch_of(sampled, sampled.routes)
-    metrics = grads_of(step_of(layout), params, layout.lay_out(batch)[0])[1]
+    metrics = grads_of(step_of(layout), mixture, layout.lay_out(batch)[0])[1]
     assert metrics["experts/rerouted_tokens"] == metrics["experts/rerouted"] == 0
     ids = sampled.routes[sampled.token_mask].reshape(-1, L, K)
     load = np.stack([np.bincount(ids[:, layer].reshape(-1), minlength=E) for layer in range(L)])
@@ -234,8 +234,8 @@ def test_metrics_say_what_the_router_did(sampled, params):
     changed = sampled.routes.copy()
     free = np.setdiff1d(np.arange(E), changed[row, column, K:])[0]
     changed[row, column, K] = free
-    metrics = grads_of(step_of(layout), params, layout.lay_out(batch.replace(routes=changed))[0])[1]
-    assert metrics["experts/rerouted_tokens"] >= 1 / mask.sum() > 0
+    metrics = grads_of(step_of(layout), mixture, layout.lay_out(batch.replace(routes=changed))[0])[1]
+    assert metrics["experts/rerouted_tokens"] > 0.99 / mask.sum()
     assert 0 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"]
 
 
@@ -262,13 +262,13 @@ def test_the_ratio_is_one_with_replay_where_bfloat16_makes_a_router_flip():
 # ---- conversations, and completions that go on after an update
 
 
-def test_answers_of_an_environment_have_routes_too(params):
+def test_answers_of_an_environment_have_routes_too(mixture):
     settings = GenerationConfig(PROMPT, 48)
     sample = make_generate(CFG, settings, EOS, 0, rollout=RolloutConfig(num_slots=4, chunk=4))
-    talked = sample(params, ragged_prompts(P), jax.random.key(5), 2, 1.0, partner=Numbers())
+    talked = sample(mixture, ragged_prompts(P), jax.random.key(5), 2, 1.0, partner=Numbers())
     assert sum(len(one.turns) > 1 for one in talked.conversations) >= 2
     meta = attention.one_sequence_per_row(talked.token_mask)
-    routed = jax.jit(decoder.forward_and_routes, static_argnums=1)(params, CFG, talked.tokens, meta)[1]
+    routed = jax.jit(decoder.forward_and_routes, static_argnums=1)(mixture, CFG, talked.tokens, meta)[1]
     ids = np.moveaxis(np.asarray(routed.ids), 0, 2).reshape(*talked.tokens.shape, L * K)
     np.testing.assert_array_equal(talked.routes[talked.token_mask], ids[talked.token_mask])
     assert not talked.routes[~talked.token_mask].any()
@@ -285,15 +285,15 @@ def after_chunks(count):
     return lambda ended: next(asked_before)
 
 
-def test_a_token_keeps_the_experts_of_its_first_reading(params):
+def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
     """Other weights read the completions again: their router chooses otherwise, and is not asked. A checkpoint in between
     changes nothing."""
     changed = random_params(CFG, 1)
     sampler = PartialSampler(make_sampler(CFG, GENERATION, (), 0, rollout=RolloutConfig(num_slots=4, chunk=4)))
     prompts = {(0, p): prompt for p, prompt in enumerate(ragged_prompts(P))}
-    waiting = [OpenCompletion(0, p, g) for p in range(P) for g in range(2)]
+    waiting = [OpenCompletion(0, p, g) for p in range(P) for g in range(G)]
     how = (prompts, jax.random.key(3))
-    first, _ = sampler.go_on(params, waiting, *how, 0, after_chunks(2), (P, 2))
+    first, _ = sampler.go_on(mixture, waiting, *how, 0, after_chunks(2), (P, G))
     begun = [one for one in first if one.is_under_way]
     # one completion of a group is under way while another one still waits
     assert {one.group for one in begun} & {one.group for one in first if not one.tokens}
@@ -304,8 +304,8 @@ def test_a_token_keeps_the_experts_of_its_first_reading(params):
         if one.tokens:
             np.testing.assert_array_equal(one.routes, other.routes)
             np.testing.assert_array_equal(one.prompt_routes, other.prompt_routes)
-    after, _ = sampler.go_on(changed, held.completions, *how, 1, lambda ended: ended.all(), (P, 2))
-    same, _ = sampler.go_on(changed, first, *how, 1, lambda ended: ended.all(), (P, 2))
+    after, _ = sampler.go_on(changed, held.completions, *how, 1, lambda ended: ended.all(), (P, G))
+    same, _ = sampler.go_on(changed, first, *how, 1, lambda ended: ended.all(), (P, G))
 
     num_moved = 0
     prompt_routes = {}
@@ -316,6 +316,8 @@ def test_a_token_keeps_the_experts_of_its_first_reading(params):
             np.testing.assert_array_equal(one.routes[: len(before.tokens)], before.routes)
         known = prompt_routes.setdefault(one.group, one.prompt_routes)
         np.testing.assert_array_equal(one.prompt_routes, known)
+        if before.reason is not None:
+            continue
         # what is new was drawn by the new weights, with these experts: the ratio is one
         routes = np.concatenate([one.prompt_routes, one.routes]).reshape(-1, L, K)
         tokens = [*prompts[one.group], *one.tokens]
@@ -378,22 +380,22 @@ def router_logits(params, tokens):
         tokens = np.asarray(tokens)[None]
         meta = attention.one_sequence_per_row(np.ones_like(tokens, bool))
         with jax.disable_jit():
-            decoder.forward_and_routes(params, CFG, tokens, meta, scan_layers=False)
+            decoder.forward_and_routes(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
     finally:
         experts.route = route
     return np.stack(seen)
 
 
-def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(sampled, params):
+def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(sampled, mixture):
     from tunix_lite.learner.routing import RouterLoss
 
     batch = batch_of(sampled, sampled.routes)
-    aux, z = aux_and_z(params, batch, sampled.routes)
+    aux, z = aux_and_z(mixture, batch, sampled.routes)
     found = {}
     for name, coefs in {"none": None, "aux": (1.0, 0.0), "z": (0.0, 1.0), "both": (0.5, 0.25)}.items():
         loss = None if coefs is None else RouterLoss(*coefs)
         layout = LAYOUTS["none"]
-        found[name] = grads_of(step_of(layout, loss), params, layout.lay_out(batch)[0])
+        found[name] = grads_of(step_of(layout, loss), mixture, layout.lay_out(batch)[0])
     base, metrics = found["none"]
     np.testing.assert_allclose(metrics["experts/aux_loss"], aux, rtol=1e-5)
     np.testing.assert_allclose(metrics["experts/router_z"], z, rtol=1e-5)
@@ -406,7 +408,7 @@ def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(
     # the load of an expert is that of the whole batch, whatever a micro-batch has of it
     for how in ("micro-batches", "sequences"):
         layout = LAYOUTS[how]
-        parts = grads_of(step_of(layout, RouterLoss(0.5, 0.25)), params, layout.lay_out(batch)[0])
+        parts = grads_of(step_of(layout, RouterLoss(0.5, 0.25)), mixture, layout.lay_out(batch)[0])
         np.testing.assert_allclose(parts[1]["train/loss"], found["both"][1]["train/loss"], rtol=1e-5)
         jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6, rtol=1e-4), parts[0], found["both"][0])
 

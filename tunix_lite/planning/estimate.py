@@ -16,6 +16,7 @@ from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
+from tunix_lite.models.routes import route_type
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
@@ -274,8 +275,12 @@ class MemoryEstimate:
         return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
 
     def _batch_bytes(self) -> int:
-        """Rows of a batch: some eight numbers of four bytes a token."""
-        return 4 * 8 * self._tokens_of_batch()
+        """Rows of a batch: some eight numbers of four bytes a token, and its recorded routes."""
+        of_a_token = 4 * 8
+        if self.resolved.replays_routes:
+            width, dtype = route_type(self.resolved.cfg)
+            of_a_token += width * dtype.itemsize
+        return of_a_token * self._tokens_of_batch()
 
     def _tokens_of_batch(self) -> int:
         """Columns of all rows of a batch on a device."""

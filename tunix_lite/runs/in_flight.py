@@ -102,9 +102,11 @@ def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str
         return [{}] * lengths.size
     read = arrays.get("read", np.zeros(0, int))
     routes = arrays.get("routes", np.zeros(0))
-    sizes = np.stack([read, np.where(read > 0, lengths, 0)], axis=-1).reshape(-1)
-    is_right = read.shape == lengths.shape and read.min(initial=0) >= 0 and routes.ndim == 2
-    if not is_right or routes.dtype.kind != "u" or len(routes) != sizes.sum():
+    sizes = np.zeros(0, int)
+    if read.shape == lengths.shape and read.min(initial=0) >= 0:
+        sizes = np.stack([read, np.where(read > 0, lengths, 0)], axis=-1).reshape(-1)
+    is_right = routes.ndim == 2 and routes.dtype.kind == "u" and len(routes) == sizes.sum()
+    if not is_right or len(sizes) != 2 * lengths.size:
         raise ValueError("`routes` and `read` are not those of the tokens")
     pieces = iter(np.split(routes, np.cumsum(sizes)[:-1]))
     both = zip(read.tolist(), pieces, pieces)
