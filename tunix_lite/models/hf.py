@@ -24,7 +24,7 @@ from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import TOP_NAMES, Family
+from tunix_lite.models.family import TOP_NAMES, Family
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_tensors import GgufTensors
 from tunix_lite.models.quantize import quantize, stored_table

@@ -14,7 +14,7 @@ from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import Family
+from tunix_lite.models.family import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put

@@ -21,7 +21,7 @@ from tunix_lite.basics.plain_text import escaped, shown, without_secrets
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
-from tunix_lite.models.families import ONE_SHAPE
+from tunix_lite.models.family import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
