@@ -3,7 +3,6 @@ is an error."""
 
 import math
 from dataclasses import fields, replace
-from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -13,6 +12,7 @@ from tunix_lite.models.architecture import (
     MOST_LAYERS,
     Architecture,
     DeltaNet,
+    Experts,
     LongRope,
     RopeScaling,
     Yarn,
@@ -28,6 +28,9 @@ from tunix_lite.models.family import (
     number,
 )
 
+# Fields of Architecture that hold fields of their own.
+PARTS = {"delta": DeltaNet, "experts": Experts}
+
 
 def architecture_of(hf: dict, family: Family) -> Architecture:
     """The architecture that a config.json, `hf`, describes.
@@ -41,11 +44,14 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
             )
     if hf.get("is_causal", True) is not True:
         raise ValueError("is_causal: a token sees those before it only; supported is true")
-    if hf.get("quantization_config"):
-        raise ValueError(
-            "quantization_config: quantised weights cannot be read; model.lora.base quantises "
-            "other weights"
-        )
+    if quantised := hf.get("quantization_config"):
+        method = as_object(quantised, "quantization_config").get("quant_method")
+        if method not in family.quantised:
+            but = f", but for {' or '.join(family.quantised)}" if family.quantised else ""
+            raise ValueError(
+                f"quantization_config: quantised weights cannot be read{but}; model.lora.base "
+                "quantises other weights"
+            )
 
     # Keys that are missing, and sizes that later ones are derived from.
     config = hf
@@ -66,17 +72,22 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
         hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
     # Where a layer is local and needs it, Architecture raises an error.
     hf.setdefault("sliding_window", None)
-    types = get_type_hints(Architecture)
-    values = {}
+    types = {of: get_type_hints(kind) for of, kind in {"": Architecture, **PARTS}.items()}
+    values: dict[str, Any] = {}
     for name, key in family.keys.items():
         part, _, inner = name.rpartition(".")
-        kinds = get_args(types[name]) if not part else ()
+        # a model without experts, of a family that has some with
+        if part == "experts" and hf[family.keys["experts.count"]] is None:
+            continue
+        kind = types[part][inner]
+        kinds = get_args(kind) or (kind,)
         is_absent = hf[key] is None and type(None) in kinds
-        kind = (*kinds, int if part else types[name])[0]
-        value = None if is_absent else number(hf[key], key, kind)
+        value = None if is_absent else number(hf[key], key, kinds[0])
         (values.setdefault(part, {}) if part else values)[inner] = value
-    if "delta" in values:
-        values["delta"] = DeltaNet(**values["delta"])
+    for part, kind in PARTS.items():
+        if part in values:
+            own = family.expert_flags if part == "experts" else {}
+            values[part] = kind(**values[part], **own)
     if "query_scale" not in family.flags:
         values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
@@ -121,7 +132,9 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     share = number(share, key, float)
     scaled = _scaling(of_global, config, family)
     of_windows = _scaling(of_local, config, family) if "local" in kinds else {}
-    if of_windows.keys() - {"longrope"}:
+    if "yarn" in of_windows and of_windows == scaled:
+        scaled = {"yarn": replace(scaled["yarn"], in_windows=True)}
+    elif of_windows.keys() - {"longrope"}:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
         "rope_theta_local": number(of_local["rope_theta"], "rope_theta", float),
@@ -199,8 +212,6 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         return {"rope_scaling": RopeScaling(*map(in_rope, keys), in_rope(LENGTH, int))}
     if kind == "yarn":
-        if rope.get("truncate", True) is not True:
-            raise ValueError("truncate: yarn is supported with true alone")
         grown = 0.1 * math.log(max(in_rope("factor"), 1))
         amplitude = 1 + grown
         if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -208,7 +219,7 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
                 1 + in_rope("mscale_all_dim") * grown
             )
         absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
-        rope = absent | {"attention_factor": amplitude} | rope
+        rope = absent | {"attention_factor": amplitude, "truncate": True} | rope
         types = get_type_hints(Yarn)
         return {"yarn": Yarn(**{n: in_rope(key, types[n]) for n, key in YARN_KEYS.items()})}
     if kind == "longrope":
@@ -243,17 +254,23 @@ def as_computed(cfg: Architecture) -> Architecture:
     unused["global_head_dim"] = None if head_dim == cfg.head_dim else head_dim
     if not cfg.kv_readers:
         unused["wide_readers"] = False
+    if cfg.experts is not None and not cfg.experts.beside_dense:
+        unused["mlp_dim"] = cfg.experts.mlp_dim
     return replace(cfg, pattern=pattern, **unused)
 
 
 def as_json(cfg: Architecture, family: Family) -> dict:
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
-    hf |= {key: attrgetter(name)(cfg) for name, key in family.keys.items()}
+    for name, key in family.keys.items():
+        part, _, inner = name.rpartition(".")
+        holder = getattr(cfg, part) if part else cfg
+        hf[key] = None if holder is None else getattr(holder, inner)
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
     if "global_head_dim" in family.keys:
         hf["num_global_key_value_heads"], hf["global_head_dim"] = cfg.kv_shape("global")
     if "per_layer_dim" in family.keys:
         hf["vocab_size_per_layer_input"] = cfg.vocab_size
+        hf["enable_moe_block"] = cfg.experts is not None
     if family.has_windows:
         names = {kind: name for name, kind in family.types.items()}
         hf[family.kinds_key] = [names[kind] for kind in cfg.kinds]
@@ -279,8 +296,12 @@ def as_json(cfg: Architecture, family: Family) -> dict:
             }
     if (yarn := cfg.yarn) is not None:
         written = {key: getattr(yarn, name) for name, key in YARN_KEYS.items()}
-        # Only Ministral knows the last one, which is 0 in the others.
-        of_global |= {"rope_type": "yarn"} | {key: x for key, x in written.items() if x}
+        # Only Ministral has query_growth, and only gpt-oss does not truncate.
+        usual = {"llama_4_scaling_beta": 0, "truncate": True}
+        of_global["rope_type"] = "yarn"
+        of_global |= {key: x for key, x in written.items() if usual.get(key) != x}
+        if yarn.in_windows:
+            of_local = of_global | {"rope_theta": cfg.rope_theta_local}
     if (long := cfg.longrope) is not None:
         lists = {
             "short_factor": list(long.short_factors),

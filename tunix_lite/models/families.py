@@ -17,13 +17,17 @@ from tunix_lite.models.decoder import layer_weights, stacks
 from tunix_lite.models.family import (
     DELTA,
     DELTA_KEYS,
+    EXPERT_KEYS,
+    FUSED_EXPERTS,
     HYBRID_KINDS,
     KEYS,
     LENGTH,
     MOST,
     NAMES,
+    NO_SINKS,
     NTH_GLOBAL,
     ONE_SHAPE,
+    PER_EXPERT,
     PER_LAYER,
     POST_NORMS,
     QK_NORMS,
@@ -36,6 +40,7 @@ from tunix_lite.models.family import (
     but,
     every_nth,
     gemma4_keys,
+    qwen3_moe_keys,
 )
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
@@ -50,6 +55,8 @@ LLAMA_LIKE = {
     "attn_gate": False,
     "rope_share": 1.0,
     "delta": None,
+    "experts": None,
+    **NO_SINKS,
 } | ONE_SHAPE
 GEMMA = but(LLAMA_LIKE, "attn_softcap", "final_softcap") | {
     "activation": "gelu",
@@ -58,6 +65,8 @@ GEMMA = but(LLAMA_LIKE, "attn_softcap", "final_softcap") | {
     "post_norms": True,
     "qkv_bias": False,
 }
+# What a layer with experts lacks.
+_DENSE = ("gate", "up", "down")
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 _UNTIED = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 GEMMA2 = Family(
@@ -118,6 +127,16 @@ GEMMA3 = Family(
         "model.multi_modal_projector.",
     ),
 )
+# Within model.layers.<i>., of 26B-A4B.
+_EXPERTS_OF_GEMMA4 = {
+    "router": "router.proj.weight",
+    "router_scale": "router.scale",
+    "expert_scale": "router.per_expert_scale",
+    **{ours: name.removeprefix("mlp.") for ours, name in FUSED_EXPERTS.items()},
+    "expert_pre_norm": "pre_feedforward_layernorm_2.weight",
+    "expert_post_norm": "post_feedforward_layernorm_2.weight",
+    "dense_post_norm": "post_feedforward_layernorm_1.weight",
+}
 _ROPE_OF_GEMMA4 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -130,7 +149,7 @@ GEMMA4 = Family(
     name="gemma4",
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    flags=but(GEMMA, *ONE_SHAPE)
+    flags=but(GEMMA, "experts", *ONE_SHAPE)
     | {
         "norm_plus_one": False,
         "qk_norm": True,
@@ -140,8 +159,13 @@ GEMMA4 = Family(
         "attn_softcap": None,
         "rope_scaling": None,
     },
-    names=NAMES | POST_NORMS | QK_NORMS | PER_LAYER | {"layer_scalar": "layer_scalar"},
-    optional=frozenset({*PER_LAYER, "k", "v", "k_norm"}),
+    names=NAMES
+    | POST_NORMS
+    | QK_NORMS
+    | PER_LAYER
+    | _EXPERTS_OF_GEMMA4
+    | {"layer_scalar": "layer_scalar"},
+    optional=frozenset({*PER_LAYER, *_EXPERTS_OF_GEMMA4, "k", "v", "k_norm"}),
     keys=KEYS
     | {
         "window": "sliding_window",
@@ -152,9 +176,11 @@ GEMMA4 = Family(
         "kv_readers": "num_kv_shared_layers",
         "wide_readers": "use_double_wide_mlp",
         "per_layer_dim": "hidden_size_per_layer_input",
-    },
-    # Experts are those of 26B-A4B.
-    fixed=_GELU | {"enable_moe_block": False},
+    }
+    | EXPERT_KEYS
+    | {"experts.per_token": "top_k_experts"},
+    expert_flags={"router_norm": True, "beside_dense": True},
+    fixed=_GELU,
     absent=_OF_GEMMA
     | {
         "vocab_size": 262_144,
@@ -165,6 +191,7 @@ GEMMA4 = Family(
         "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 256,
         "sliding_window": 512,
+        "enable_moe_block": False,
         "final_logit_softcapping": None,
         "rope_parameters": _ROPE_OF_GEMMA4,
     },
@@ -186,10 +213,9 @@ GEMMA4_UNIFIED = replace(
     name="gemma4_unified",
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    flags=GEMMA4.flags | {"per_layer_dim": 0},
-    names=but(GEMMA4.names, *PER_LAYER),
-    keys=but(GEMMA4.keys, "per_layer_dim"),
-    fixed=_GELU,
+    flags=GEMMA4.flags | {"per_layer_dim": 0, "experts": None},
+    names=but(GEMMA4.names, *PER_LAYER, *_EXPERTS_OF_GEMMA4),
+    keys=but(GEMMA4.keys, "per_layer_dim", *EXPERT_KEYS),
     absent=GEMMA4.absent
     | {
         "sliding_window": 1024,
@@ -218,6 +244,21 @@ QWEN3 = replace(
     names=NAMES | QK_NORMS,
     fixed={"hidden_act": "silu", "attention_bias": False},
 )
+QWEN3_MOE = replace(
+    QWEN3,
+    name="qwen3_moe",
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    flags=but(QWEN3.flags, "experts") | {"pattern": ("global",), "window": None},
+    names=but(QWEN3.names, *_DENSE) | {"router": "mlp.gate.weight"} | PER_EXPERT,
+    keys=KEYS | EXPERT_KEYS | {"experts.normalised": "norm_topk_prob"},
+    # All layers have experts.
+    fixed=QWEN3.fixed
+    | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    absent=_UNTIED | {"norm_topk_prob": False},
+    has_windows=False,
+    respelled=qwen3_moe_keys,
+)
 QWEN3_5 = Family(
     name="qwen3_5",
     model_type="qwen3_5_text",
@@ -242,6 +283,57 @@ QWEN3_5 = Family(
     prefixes=GEMMA4.prefixes,
     # Layers that predict more tokens at once, and the vision part.
     ignored=("mtp.", "model.visual."),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    flags=but(QWEN3_5.flags, "experts"),
+    names=but(QWEN3_5.names, *_DENSE)
+    | {"router": "mlp.gate.weight", "shared_open": "mlp.shared_expert_gate.weight"}
+    | {f"shared_{name}": f"mlp.shared_expert.{name}_proj.weight" for name in _DENSE}
+    | FUSED_EXPERTS,
+    # There is no dense feed-forward, whose width would be another key.
+    keys=QWEN3_5.keys
+    | EXPERT_KEYS
+    | {
+        "mlp_dim": "moe_intermediate_size",
+        "experts.shared_dim": "shared_expert_intermediate_size",
+    },
+    wrapper="qwen3_5_moe",
+)
+GPT_OSS = replace(
+    QWEN2,
+    name="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    flags=but(QWEN2.flags, "experts") | {"out_bias": True, "attn_sinks": True},
+    names=but(QWEN2.names, *_DENSE)
+    | FUSED_EXPERTS
+    | {
+        "o_bias": "self_attn.o_proj.bias",
+        "sinks": "self_attn.sinks",
+        "router": "mlp.router.weight",
+        "router_bias": "mlp.router.bias",
+        "expert_gate_bias": "mlp.experts.gate_up_proj_bias",
+        "expert_up_bias": "mlp.experts.gate_up_proj_bias",
+        "expert_down_bias": "mlp.experts.down_proj_bias",
+    },
+    keys=QWEN2.keys
+    | EXPERT_KEYS
+    | {
+        "experts.count": "num_local_experts",
+        "experts.mlp_dim": "intermediate_size",
+        "experts.limit": "swiglu_limit",
+    },
+    expert_flags={"softmax_after": True, "biases": True},
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+    absent={"tie_word_embeddings": False, "rope_theta": 150_000.0, "swiglu_limit": 7.0},
+    kinds=every_nth(2),
+    ropes=("yarn",),
+    by_turns=True,
+    quantised=("mxfp4",),
 )
 LLAMA = Family(
     name="llama",
@@ -325,9 +417,9 @@ _RELATIVES = (MINISTRAL3, MISTRAL, OLMO3, PHI3, SMOLLM3)
 FAMILIES = {
     family.name: family
     for family in (
-        *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, LLAMA),
+        *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, GPT_OSS, LLAMA),
         *_RELATIVES,
-        *(QWEN2, QWEN3, QWEN3_5),
+        *(QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE),
     )
 }
 
@@ -399,7 +491,7 @@ def read_config(
         share = "partial_rotary_factor"
         keys = named_family.keys | {"rope_share": share, "global_rope_share": share}
         keys |= {"pattern": named_family.kinds_key, "window": "sliding_window"}
-        keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
+        keys = {name.rpartition(".")[2]: key for name, key in keys.items()} | keys
         names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
         fields_in_text = rf"\b({names})\b(?==| is not given)"
         message = re.sub(fields_in_text, lambda field: keys[field[1]], str(error))

@@ -23,6 +23,7 @@ YARN_KEYS = {
     "beta_slow": "beta_slow",
     "amplitude": "attention_factor",
     "query_growth": "llama_4_scaling_beta",
+    "truncate": "truncate",
 }
 # Field that a message of Architecture, or of what it holds, names -> key of a rope object.
 ROPE_KEYS = {field: key for field, key in YARN_KEYS.items() if field != key} | {
@@ -84,6 +85,20 @@ DELTA_KEYS = {
     "delta.value_dim": "linear_value_head_dim",
     "delta.taps": "linear_conv_kernel_dim",
 }
+EXPERT_KEYS = {
+    "experts.count": "num_experts",
+    "experts.per_token": "num_experts_per_tok",
+    "experts.mlp_dim": "moe_intermediate_size",
+}
+# A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
+PER_EXPERT = {
+    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
+}
+FUSED_EXPERTS = {
+    "expert_gate": "mlp.experts.gate_up_proj",
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
 QKV_BIASES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
 POST_NORMS = {
     "attn_post_norm": "post_attention_layernorm.weight",
@@ -107,6 +122,8 @@ ONE_SHAPE = {
     "per_layer_dim": 0,
     "layer_scalar": False,
 }
+# The same where nothing of gpt-oss is there.
+NO_SINKS = {"out_bias": False, "attn_sinks": False}
 
 
 def number(value: object, key: str, kind: type) -> Any:
@@ -188,12 +205,26 @@ def every_nth(
 NTH_GLOBAL = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
+def qwen3_moe_keys(hf: dict) -> dict:
+    """A config.json of Qwen 3 MoE with the number of experts under the key of the published one:
+    transformers writes num_local_experts. Raises ValueError if they differ."""
+    counts = [hf[key] for key in ("num_experts", "num_local_experts") if key in hf]
+    if counts and counts[0] != counts[-1]:
+        raise ValueError(
+            f"num_experts={shown(counts[0])} and num_local_experts={shown(counts[-1])} are one "
+            "setting in two spellings; delete the one that does not hold"
+        )
+    return hf | {"num_experts": counts[0]} if counts else hf
+
+
 def gemma4_keys(hf: dict) -> dict:
     """A config.json of Gemma 4 with the kinds of its layers, and what differs by kind under one
     spelling.
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
+    if not number(hf["enable_moe_block"], "enable_moe_block", bool):
+        hf["num_experts"] = None
     kinds = every_nth(6, *NTH_GLOBAL)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
         raise ValueError("layer_types: the last layer must be full_attention")
@@ -271,6 +302,12 @@ class Family:
     optional: frozenset[str] = frozenset()  # of names, those that not all models have
     # config.json -> the same, with what has several spellings in that of `keys`
     respelled: Callable[[dict], dict] = dict
+    # fields of Experts that all its models share; a model of it without experts has none
+    expert_flags: dict[str, Any] = field(default_factory=dict)
+    # Tensors with all experts of a layer are [experts, inputs, outputs], and gate and up take turns
+    # in them; else they are [experts, outputs, inputs], and up follows gate.
+    by_turns: bool = False
+    quantised: tuple[str, ...] = ()  # values of quantization_config.quant_method that are read
 
 
 def but(values: dict[str, Any], *names: str) -> dict[str, Any]:

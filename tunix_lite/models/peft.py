@@ -219,8 +219,7 @@ def to_tensors(
             columns = slice(i * lora.rank, (i + 1) * lora.rank)
             for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
                 path = f"{part.path}/{side}"
-                one = values[path] if part.layer is None else values[path][part.layer]
-                place[:] = hf.to_hf(one, unstacked(pairs[path]))
+                place[:] = hf.to_hf(values[path][part.place], unstacked(pairs[path]))
         tensors |= {_side(name, "a"): a, _side(name, "b"): b}
     return tensors
 
