@@ -119,18 +119,19 @@ class Tensors:
         """Makes one entry of the blocks and the scales of a tensor, as it is without them."""
         blocks = self._entries.pop(f"{name}_blocks")
         scales = self._entries.pop(f"{name}_scales", None)
-        experts, outputs, *groups = blocks.shape
-        wanted = ((experts, outputs, *groups[:1]), "U8")
-        is_right = groups[1:] == [BLOCK // 2] and blocks.dtype == "U8"
-        if not is_right or scales is None or (scales.shape, scales.dtype) != wanted:
+        held = [(x.shape, x.dtype) for x in (blocks, scales) if x is not None]
+        *dims, _ = blocks.shape
+        wanted = [((*dims, BLOCK // 2), "U8"), (tuple(dims), "U8")]
+        if held != wanted or len(dims) != 3:
             raise ValueError(
-                f"{self.folder}: {escaped(name)}_blocks {list(blocks.shape)} {blocks.dtype} and its "
-                f"_scales {scales and list(scales.shape)} {scales and scales.dtype} are no MXFP4, "
-                f"which is [experts, outputs, blocks, {BLOCK // 2}] U8 and the same without the last"
+                f"{self.folder}: {escaped(name)} is no MXFP4: its _blocks should be [experts, "
+                f"outputs, blocks, {BLOCK // 2}] in U8, its _scales the same without the last dim, "
+                f"and there is {held}"
             )
+        experts, outputs, groups = dims
         if name in self._entries:
             raise ValueError(f"{self.folder}: {escaped(name)} is there plain and as MXFP4")
-        shape = (experts, groups[0] * BLOCK, outputs)
+        shape = (experts, groups * BLOCK, outputs)
         self._entries[name] = _Entry(blocks.file, name, shape, "BF16", (blocks, scales))
 
     def __iter__(self) -> Iterator[str]:
