@@ -174,6 +174,51 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The sizes and flags of a mixture of experts (models/experts.py).
+
+    Example: Experts(count=128, per_token=8, mlp_dim=768) for Qwen 3 30B-A3B.
+    """
+
+    count: int  # experts of a layer
+    # Experts that compute a token, at most count.
+    per_token: int
+    mlp_dim: int  # hidden width of one expert
+    # true divides the weights of a token's experts by their sum.
+    normalised: bool = True
+    # true takes the softmax over the chosen logits. false takes it over all of them.
+    softmax_after: bool = False
+    # Hidden width of the expert that computes every token, times a gate. 0 has none.
+    shared_dim: int = 0
+    # true has a dense feed-forward beside the experts, and norms around both (Gemma 4).
+    beside_dense: bool = False
+    # true norms what the router reads, and has a factor for each expert (Gemma 4).
+    router_norm: bool = False
+    # true adds biases to the router and to the products of the experts (gpt-oss).
+    biases: bool = False
+    # gpt-oss: values before the activation are kept between -x and x. null does not limit them.
+    limit: float | None = None
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("count", "per_token", "mlp_dim")}
+        for name, value in sizes.items():
+            # an id has 16 bits where routes are recorded
+            most = _MOST_OF_A_DIM if name == "mlp_dim" else 2**15
+            if not 1 <= value <= most:
+                raise ValueError(f"experts.{name}={value}; it is 1 to {most:,}")
+        if self.per_token > self.count:
+            raise ValueError(
+                f"experts.per_token={self.per_token} is above experts.count={self.count}"
+            )
+        if not 0 <= self.shared_dim <= _MOST_OF_A_DIM:
+            raise ValueError(
+                f"experts.shared_dim={self.shared_dim}; it is 0 to {_MOST_OF_A_DIM:,}"
+            )
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"experts.limit={self.limit} must be above 0")
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The sizes and flags of a decoder; the defaults are Gemma 3's. Raises ValueError for what no
     model has.
@@ -237,6 +282,8 @@ class Architecture:
     attn_gate: bool = False
     # Sizes of the gated delta net of delta layers. null has no such layers.
     delta: DeltaNet | None = None
+    # Sizes of the mixture of experts of every layer. null has a dense feed-forward.
+    experts: Experts | None = None
     # true uses the embedding as the head. false has a separate matrix.
     tied: bool = True
     # tanh keeps attention scores between -x and x. null does not limit them.

@@ -521,7 +521,7 @@ def load_params(
                 _piece(tensors, names, unstacked(weight), copy, rows, family.by_turns),
                 jnp.int32(i),
                 leaf,
-                weight.inputs,
+                unstacked(weight).num_counted + weight.inputs,
                 to,
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.

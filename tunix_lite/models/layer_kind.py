@@ -37,6 +37,8 @@ class Surroundings:
     state: Any = None
     # the layer's own input of the tokens, [B, T, per_layer_dim], if it has one
     per_layer: jax.Array | None = None
+    # the experts of the tokens, [B, T, k]; -1: those that the router chooses
+    routes: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ def prefill(
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
-    hidden_MTD, new_cache = decoder.forward_by_layer(
+    hidden_MTD, new_cache, _ = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_MT,
@@ -505,7 +505,7 @@ def read_drawn(
         products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
 
     # Read the new token: its keys and values join the cache.
-    hidden_B1D, cache = decoder.forward_by_layer(
+    hidden_B1D, cache, _ = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         token_B[:, None],
@@ -643,7 +643,7 @@ def append(
     cache = jax.tree.map(read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     is_token_RW = jnp.arange(W) < counts_R[:, None]
-    hidden_RWD, new_cache = decoder.forward_by_layer(
+    hidden_RWD, new_cache, _ = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_RW,
