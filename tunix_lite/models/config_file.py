@@ -76,8 +76,8 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     values: dict[str, Any] = {}
     for name, key in family.keys.items():
         part, _, inner = name.rpartition(".")
-        # a model without experts, of a family that has some with
-        if part == "experts" and hf[family.keys["experts.count"]] is None:
+        # only some models of Gemma 4 have experts
+        if part == "experts" and "router" in family.optional and hf["num_experts"] is None:
             continue
         kind = types[part][inner]
         kinds = get_args(kind) or (kind,)

@@ -223,7 +223,9 @@ def gemma4_keys(hf: dict) -> dict:
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
-    if not number(hf["enable_moe_block"], "enable_moe_block", bool):
+    if number(hf["enable_moe_block"], "enable_moe_block", bool):
+        number(hf["num_experts"], "num_experts", int)
+    else:
         hf["num_experts"] = None
     kinds = every_nth(6, *NTH_GLOBAL)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
