@@ -568,7 +568,6 @@ def obstacle(
         f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}": (
             cfg.attn_softcap is not None
         ),
-        "it has no attention sinks, and the model has some": cfg.attn_sinks,
         "it computes in bfloat16 only; set training.mixed_precision=bf16": (
             jnp.dtype(dtype).itemsize != 2
         ),
@@ -585,6 +584,7 @@ def obstacle(
             % LANES,
             f"it takes heads in multiples of {LANES}, and head_dim is {H}": H % LANES,
         }
+    reasons = {"it has no attention sinks, and the model has some": cfg.attn_sinks} | reasons
     # the first of them is enough to say
     for reason, is_so in reasons.items():
         if is_so:

@@ -305,7 +305,7 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
             )
             shape = (*others, parts[-1].rows.stop)
             weight = Weight(shape, weight.axes[: len(shape)])
-        if family.by_turns and len(weight.shape) == 3:
+        if family.by_turns and is_of_experts(weight) and len(weight.shape) == 3:
             experts, inputs, outputs = weight.shape
             weight = replace(weight, shape=(experts, outputs, inputs))
         whole[name] = weight
@@ -689,7 +689,7 @@ def tensors_of(
             whole = np.stack(rows, axis=dim + 1).reshape(len(rows[0]), -1, *rows[0].shape[2:])
         else:
             whole = np.concatenate(rows, axis=dim) if rows[1:] else rows[0]
-        if family.by_turns and whole.ndim == 3:
+        if family.by_turns and dim and whole.ndim == 3:
             whole = whole.swapaxes(1, 2)
         return np.ascontiguousarray(whole)
 
