@@ -13,12 +13,15 @@ from model_checks import write_model
 from safetensors.numpy import load_file, save_file
 from test_every_family import test_packed_is_alone_and_what_is_sampled_is_what_is_scored as check_family
 from test_every_family import tiny
+from test_tokenizer import byte_level, write
 
 from tunix_lite.models import attention, hf
 from tunix_lite.models.attention import AttentionMeta, attend
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
 from tunix_lite.models.family import FUSED_EXPERTS, PER_EXPERT
 from tunix_lite.models.mxfp4 import dequantised
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.turns import TurnTokens
 
 GPT_OSS = FAMILIES["gpt_oss"]
 FAMILY_OF = {"qwen3_30b_a3b": "qwen3_moe", "qwen3.5_35b_a3b": "qwen3_5_moe", "gemma4_26b_a4b": "gemma4"}
@@ -305,6 +308,38 @@ def test_what_it_does_not_compute_is_refused_with_file_and_key(name, change, mes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"config.json: .*{message}"):
         read_config(tmp_path)
+
+
+# ---- harmony
+
+# The marks of gpt-oss's own template, which the folder brings along. Only the last turn ends with <|return|>.
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.tool_calls %} to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+MARKS = ["<|endoftext|>", "<|return|>", "<|call|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>"]
+
+
+def test_a_turn_of_gpt_oss_ends_with_return_or_a_call_and_a_thought_ends_none(tmp_path):
+    backend = byte_level(MARKS)
+    ids = {mark: backend.token_to_id(mark) for mark in MARKS}
+    eos_ids = [ids["<|return|>"], ids["<|endoftext|>"]]
+    tokenizer = Tokenizer.load(
+        write(tmp_path, backend, HARMONY, eos="<|return|>", pad="<|endoftext|>", eos_ids=eos_ids)
+    )
+    assert tokenizer.eos_ids == (*eos_ids, ids["<|call|>"]) and tokenizer.pad_id == ids["<|endoftext|>"]
+    low = tokenizer.with_template(tokenizer.template.with_variables({"reasoning_effort": "low"}))
+    prompt = backend.decode(low.prompt("Hello"), skip_special_tokens=False)
+    system = "<|start|>system<|message|>Reasoning: low<|end|>"
+    assert prompt == f"{system}<|start|>user<|message|>Hello<|end|><|start|>assistant"
+    between = backend.decode(TurnTokens(low).between("Higher.", ended=True), skip_special_tokens=False)
+    assert between == "<|end|><|start|>user<|message|>Higher.<|end|><|start|>assistant"
 
 
 # ---- rows and slots
