@@ -7,19 +7,35 @@ beside those of types.py: E experts, k experts of a token, I width of an expert.
 Sources: arXiv:2505.09388 (Qwen 3), 2508.10925 (gpt-oss).
 """
 
+import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.grouped import block_of, from_rows, group, grouped_product, to_rows
 from tunix_lite.models.norm import norm, norm_weight
 from tunix_lite.models.rounding import added, stored, wide
-from tunix_lite.models.weights import ComputeCopy, Leaf, Weight, dense, ones, project, zeros
-from tunix_lite.parallel.mesh import constrain
+from tunix_lite.models.weights import (
+    ComputeCopy,
+    Leaf,
+    Lora,
+    Weight,
+    adapter_pair,
+    dense,
+    is_quantized,
+    ones,
+    project,
+    scales_axes,
+    zeros,
+)
+from tunix_lite.parallel.mesh import constrain, current_rules, spec
 
 # gpt-oss: the gate of an activation with a limit is times the sigmoid of this, times the gate.
 _SIGMOID_SCALE = 1.702
@@ -109,7 +125,8 @@ def feed_forward(
     weights_BTk, routed = route(read_BTD, w, cfg, routes_BTk, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
-    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg)
+    sum_dtype = products.tp_reduce_dtype
+    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, sum_dtype)
 
     if sizes.shared_dim:
         opened = jax.nn.sigmoid(wide(project(normed_BTD, w["shared_open"])))
@@ -200,27 +217,106 @@ def _mixture(
     weights_BTk: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
+    sum_dtype: DTypeLike,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert."""
-    names = [name for name in w if name.startswith("expert_") and not name.endswith("norm")]
-    of_experts = {name: _by_expert(w[name]) for name in names if name != "expert_scale"}
+    """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert. sum_dtype: of
+    the parts of tp, as weights.project takes it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    tp = current_rules()["mlp"]
+    tp = tp if tp == "tp" and mesh.shape[tp] > 1 else None
+    names = [f"expert_{name}{end}" for name in ("gate", "up", "down") for end in ("", "_bias")]
+    of_experts = {name: w[name] for name in names if name in w}
+    if tp is not None:
+        of_experts["expert_down"] = _in_parts(of_experts["expert_down"], mesh.shape[tp])
+    declared = expert_weights(cfg)
+    specs = {name: _specs(leaf, declared[name], tp) for name, leaf in of_experts.items()}
+    tokens = spec(("batch", "seq", "act_embed"), x_BTD.shape, mesh)
 
-    # All experts see all tokens.
-    def add(total_BTD: jax.Array, of_expert: tuple) -> tuple[jax.Array, None]:
-        e, w = of_expert
+    def on_a_device(
+        x_BTD: jax.Array, ids_BTk: jax.Array, weights_BTk: jax.Array, w: dict[str, Any]
+    ) -> jax.Array:
+        is_first = None if tp is None else jax.lax.axis_index(tp) == 0
+        flat = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk))
+        out_ND = _of_tokens(*flat, w, cfg, is_first)
+        out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
+        return out_ND.reshape(1, *x_BTD.shape)
 
-        def biased(x: jax.Array, name: str) -> jax.Array:
-            y = project(x, w[f"expert_{name}"])
-            return added(y, w[f"expert_{name}_bias"]) if cfg.experts.biases else y
+    # Each device computes its own tokens, of each expert its own part of the inner width.
+    on_devices = jax.shard_map(
+        on_a_device,
+        in_specs=(tokens, tokens, tokens, specs),
+        out_specs=P(tp, *tokens),
+        # with it, every loop would have to say over which axes its values vary
+        check_vma=False,
+    )
+    parts = on_devices(x_BTD, ids_BTk, weights_BTk, of_experts)
+    return stored(jnp.sum(wide(parts), axis=0), x_BTD.dtype)
 
-        hidden = activate(biased(x_BTD, "gate"), biased(x_BTD, "up"), cfg)
-        weight_BT1 = jnp.sum(jnp.where(ids_BTk == e, weights_BTk, 0), -1, keepdims=True)
-        return total_BTD + weight_BT1 * wide(biased(hidden, "down")), None
 
-    start = jnp.zeros(x_BTD.shape, weights_BTk.dtype)
-    total_BTD, _ = jax.lax.scan(add, start, (jnp.arange(cfg.experts.count), of_experts))
-    return stored(total_BTD, x_BTD.dtype)
+def _of_tokens(
+    x_ND: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    is_first: jax.Array | None,
+) -> jax.Array:
+    """The weighted sum of each token's experts, [N, D], float32 at least; of a part of their inner
+    width, the first one or another, if `is_first` is given."""
+    E = cfg.experts.count
+    groups = group(ids_Nk, E, block_of(ids_Nk.size, E))
+    x_RD = to_rows(x_ND, groups.token, groups.row)
+    weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
+
+    def multiplied(name: str) -> jax.Array:
+        out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)
+        if cfg.experts.biases:
+            bias_RI = groups.of_rows(w[f"expert_{name}_bias"])
+            out_RI = added(out_RI, stored(bias_RI, out_RI.dtype))
+        # one of the names that decoder.REMAT keeps
+        return checkpoint_name(out_RI, "product")
+
+    # Weighted before the last product: then the gradient of the weights needs no result of it.
+    hidden_RI = activate(multiplied("gate"), multiplied("up"), cfg)
+    hidden_RI = stored(wide(hidden_RI) * weights_R1, x_ND.dtype)
+    out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
+    if cfg.experts.biases:
+        bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
+        if is_first is not None:
+            bias_RD = jnp.where(is_first, bias_RD, 0)
+        out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
+    return from_rows(out_RD, groups.token, groups.row)
 
 
-def _by_expert(leaf: Leaf) -> Leaf:
-    return leaf.replace(axes=leaf.axes[1:]) if isinstance(leaf, ComputeCopy) else leaf
+def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:
+    """How devices hold a leaf while they compute: whole, but for the inner width over `tp`; where
+    its gradient goes stays divided over fsdp."""
+
+    def of(axes: tuple[str, ...]) -> P:
+        return P(*(tp if axis in ("mlp", "mlp_blocks") else None for axis in axes))
+
+    if isinstance(leaf, Lora):
+        # of the rank only the axes are read
+        pair = zip("ab", adapter_pair(weight, 1))
+        adapters = {side: _specs(getattr(leaf, side), w, tp) for side, w in pair}
+        return leaf.replace(base=_specs(leaf.base, weight, tp), **adapters)
+    if isinstance(leaf, ComputeCopy):
+        mesh = jax.sharding.get_abstract_mesh()
+        divided = spec(leaf.axes, leaf.master.shape, mesh)
+        both = zip(divided, of(leaf.axes))
+        master = P(*("fsdp" if axis == "fsdp" else inner for axis, inner in both))
+        return leaf.replace(value=of(leaf.axes), master=master)
+    if is_quantized(leaf):
+        return leaf.replace(codes=of(weight.axes), scales=of(scales_axes(weight)))
+    return of(weight.axes)
+
+
+def _in_parts(leaf: Leaf, parts: int) -> Leaf:
+    """A leaf [E, I, D] whose scales, if it has some, are of blocks that lie in one of so many parts
+    of I."""
+    if isinstance(leaf, Lora):
+        return leaf.replace(base=_in_parts(leaf.base, parts))
+    if not is_quantized(leaf):
+        return leaf
+    finer = parts // math.gcd(leaf.scales.shape[1], parts)
+    return leaf.replace(scales=jnp.repeat(leaf.scales, finer, axis=1))

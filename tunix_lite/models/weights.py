@@ -312,11 +312,13 @@ def for_compute(
         return leaf
     if weight.is_exact:
         return gather(leaf, weight.axes)
-    if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
+    has_more_bits = jnp.finfo(reduce_dtype).bits > jnp.finfo(dtype).bits
+    if not has_more_bits and "experts" not in weight.axes:
         return gather(stored(leaf, dtype), weight.axes)
 
-    # The gradient has more bits than the computation.
-    master = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
+    # The gradient has more bits than the computation, or is that of experts (models/grouped.py).
+    sum_dtype = jnp.promote_types(leaf.dtype, reduce_dtype)
+    master = leaf.astype(sum_dtype) if has_more_bits else stored(leaf, dtype)
     if not weight.inputs:
         # A bias, which is rounded where it is added (decoder.attention_part).
         return gather(master, weight.axes)
