@@ -63,7 +63,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers.
+    """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers or in all.
 
     Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
     """
@@ -81,6 +81,10 @@ class Yarn:
     # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p /
     # original_positions)).
     query_growth: float = 0.0
+    # true rounds the places of the two betas to whole pairs of elements.
+    truncate: bool = True
+    # true stretches the wavelengths of local layers, too.
+    in_windows: bool = False
 
     def __post_init__(self):
         positive = (self.factor, self.original_positions, self.beta_slow, self.amplitude)
@@ -97,8 +101,9 @@ class Yarn:
         # The pairs that turn so often, by place.
         turns = 2 * np.pi * np.array([self.beta_fast, self.beta_slow])
         pairs = dim * np.log(self.original_positions / turns) / (2 * np.log(theta))
-        low = max(np.floor(pairs[0]), 0)
-        high = min(np.ceil(pairs[1]), dim - 1)
+        if self.truncate:
+            pairs = np.array([np.floor(pairs[0]), np.ceil(pairs[1])])
+        low, high = max(pairs[0], 0), min(pairs[1], dim - 1)
         # Never 0, where both ends are one pair; transformers does the same.
         slow = np.clip((np.arange(len(frequency)) - low) / ((high - low) or 0.001), 0, 1)
         return frequency * (1 - slow + slow / self.factor)
@@ -269,6 +274,10 @@ class Architecture:
     qk_norm_whole: bool = False
     # true adds biases to queries, keys and values.
     qkv_bias: bool = False
+    # true adds a bias to the output of attention.
+    out_bias: bool = False
+    # true adds a score of its own, which no value has, to the softmax of each query head.
+    attn_sinks: bool = False
     # true multiplies the output of attention by the sigmoid of a gate, per element.
     attn_gate: bool = False
     # Sizes of the gated delta net of delta layers. null has no such layers.
@@ -391,7 +400,7 @@ class Architecture:
             is_long = self.max_positions > long.original_positions
             factors = long.long_factors if is_long else long.short_factors
             return frequency / np.array(factors), long.amplitude
-        if kind == "global" and self.yarn is not None:
+        if self.yarn is not None and (kind == "global" or self.yarn.in_windows):
             return self.yarn.scaled(frequency, theta), self.yarn.amplitude
         if kind == "global" and self.rope_scaling is not None:
             return self.rope_scaling.scaled(frequency), 1.0

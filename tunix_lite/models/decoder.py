@@ -165,6 +165,10 @@ def attention_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weig
         layer["q_bias"] = Weight(layer["q"].shape[1:], ("heads", "head_dim"), zeros, inputs=0)
         layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
+    if cfg.out_bias:
+        layer["o_bias"] = Weight((D,), ("norm",), zeros, inputs=0)
+    if cfg.attn_sinks:
+        layer["sinks"] = Weight((N,), ("heads",), zeros, inputs=0)
     if cfg.qk_norm:
         layer["q_norm"] = norm_weight(cfg, N * H if cfg.qk_norm_whole else H)
         if not is_reader:
@@ -250,9 +254,11 @@ def forward_and_routes(
             for name, leaf in w.items()
         }
 
-        def attend_fn(q: jax.Array, *own: jax.Array) -> tuple[jax.Array, Any]:
+        def attend_fn(
+            q: jax.Array, *own: jax.Array, **sinks: jax.Array
+        ) -> tuple[jax.Array, Any]:
             kv = own if of_source is None else of_source
-            return attend(cfg, is_local, meta, q, *kv), kv if is_source else None
+            return attend(cfg, is_local, meta, q, *kv, **sinks), kv if is_source else None
 
         if isinstance(is_local, bool):
             angles_of_kind = angles["local" if is_local else "global"]
@@ -767,14 +773,20 @@ def attention_part(
     q_BTNH = checkpoint_name(q_BTNH, "q")
     kv = [checkpoint_name(x, name) for x, name in zip(kv, "kv")]
 
-    out_BTNH, extra = around.attend_fn(q_BTNH, *kv)
+    sinks = {"sinks_N": w["sinks"]} if cfg.attn_sinks else {}
+    out_BTNH, extra = around.attend_fn(q_BTNH, *kv, **sinks)
     out_BTNH = checkpoint_name(
         constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
     )
     if gate_BTNH is not None:
         opened = wide(out_BTNH) * jax.nn.sigmoid(wide(gate_BTNH))
         out_BTNH = stored(opened, out_BTNH.dtype)
-    return products.out(out_BTNH, w), extra
+    out_BTD = products.out(out_BTNH, w)
+    if cfg.out_bias:
+        # repeated and then rounded, as the biases of queries are
+        o_bias = jnp.broadcast_to(w["o_bias"], out_BTD.shape)
+        out_BTD = added(out_BTD, stored(o_bias, out_BTD.dtype))
+    return out_BTD, extra
 
 
 # Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated

@@ -41,6 +41,8 @@ def check_fused(
     has_others = (
         has_others
         or cfg.experts is not None
+        or cfg.out_bias
+        or cfg.attn_sinks
         or cfg.value_norm
         or cfg.per_layer_dim
         or cfg.layer_scalar

@@ -323,11 +323,12 @@ def prefill(
     meta = attention.one_sequence_per_row(is_token_MT)
     made = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         made[layer] = kv_BTKH
         k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
         is_local = spec.cfg.kinds[layer] == "local"
-        attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
+        qkv = (q_BTNH, k_BTKH, v_BTKH)
+        attended_BTNH = attention.xla(spec.cfg, is_local, meta, *qkv, **sinks)
         # A layer that reads the keys of another one keeps none of its own.
         if not kv_BTKH:
             return attended_BTNH, None
@@ -583,7 +584,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     # the caches after this token
     written = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         if kv_BTKH:
             new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
             # A slot that does not run writes, too: into the column of its next token, which
@@ -592,7 +593,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
-            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales
+            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales, **sinks
         )
         return attended_BTNH, written.get(layer)
 
@@ -736,7 +737,7 @@ def attend_to_cache_and_new(
 
     made = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         if kv_BTKH:
             made[layer] = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
         source = cfg.sources.get(layer, layer)
@@ -750,7 +751,7 @@ def attend_to_cache_and_new(
         for start in range(0, W, length):
             queries = slice(start, start + length)
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
-            pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
+            pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales, **sinks))
         attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
         return attended_BTNH, made.get(layer)
 
