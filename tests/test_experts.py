@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
-from tunix_lite.models import attention, decoder, experts, grouped, layer_by_layer
+from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
+from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import quantize, stored_table
-from tunix_lite.models.weights import dense, is_weight
+from tunix_lite.models.weights import Int8, dense, is_weight
 from tunix_lite.parallel.mesh import put
 
 QWEN3 = Experts(count=6, per_token=2, mlp_dim=8)
@@ -143,7 +144,7 @@ def test_sums_are_of_real_tokens_and_others_reach_no_expert():
 
 
 def test_groups_are_those_of_the_example():
-    groups = grouped.group(jnp.array([[1, 0], [1, 2]]), 3, 2)
+    groups = groups_.group(jnp.array([[1, 0], [1, 2]]), 3, 2)
     # 4 pairs in blocks of 2: 4 / 2 + 3 blocks
     np.testing.assert_array_equal(groups.pair, [1, 4, 0, 2, 3, 4, 4, 4, 4, 4])
     np.testing.assert_array_equal(groups.token, [0, 2, 0, 1, 1, 2, 2, 2, 2, 2])
@@ -157,11 +158,11 @@ def test_no_token_is_dropped_however_they_crowd(case):
     """40 tokens with 2 of 6 experts, in blocks of 8: never more than 80 + 6 * 8 rows."""
     rng = np.random.default_rng(2)
     ids = {"all to one": [3, 3], "none to most": [5, 0], "none to any": [6, 6]}[case] * np.ones((40, 1), int)
-    groups = grouped.group(jnp.asarray(ids), 6, 8)
+    groups = groups_.group(jnp.asarray(ids), 6, 8)
     assert len(groups.pair) <= 80 + 6 * 8
     x, w = jnp.float32(rng.normal(size=(40, 4))), jnp.float32(rng.normal(size=(6, 4, 3)))
-    rows = grouped.grouped_product(grouped.to_rows(x, groups.token, groups.row), w, groups)
-    out = grouped.from_rows(rows, groups.token, groups.row)
+    rows = grouped.grouped_product(groups_.to_rows(x, groups.token, groups.row), w, groups)
+    out = groups_.from_rows(rows, groups.token, groups.row)
     exact = sum(np.einsum("nd,ndi->ni", x, np.concatenate([w, w[:1] * 0])[ids[:, j]]) for j in range(2))
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
 
@@ -183,6 +184,30 @@ def test_the_order_of_a_batch_changes_no_bit_of_a_row():
     out, routed = fed(x, normed, w, cfg)
     assert routed.load.max() > routed.load.min()
     np.testing.assert_array_equal(fed(x[order], normed[order], w, cfg)[0], np.asarray(out)[order])
+
+
+@pytest.mark.parametrize("base", ["plain", "int8"])
+def test_kernels_for_gpus_multiply_as_the_loops_do(base):
+    """By their interpreter: 50 columns and 80 inputs are no whole pieces of 64, and one expert has no rows."""
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray(rng.integers(0, 4, (30, 2)) + np.array([0, 1]))
+    groups = groups_.group(jnp.where(ids == 2, 0, ids), 6, 16)
+    x, g, w = (jnp.float32(rng.normal(size=s)) for s in ((30, 80), (len(groups.pair), 48), (6, 80, 48)))
+    rows = groups_.to_rows(x, groups.token, groups.row)
+    if base == "int8":
+        w = Int8(jnp.int8(rng.integers(-127, 128, (6, 80, 48))), jnp.float32(rng.uniform(0.001, 0.01, (6, 5, 48))))
+    found = grouped_kernels.multiply(rows, w, groups, interpret=True)
+    np.testing.assert_allclose(found, grouped.grouped_product(rows, w, groups), rtol=1e-5, atol=1e-5)
+    found = grouped_kernels.multiply(g, w, groups, is_transposed=True, interpret=True)
+    np.testing.assert_allclose(found, grouped._by_expert(g, w, groups, is_transposed=True), rtol=1e-5, atol=1e-5)
+    if base == "plain":
+        found = grouped_kernels.weight_gradient(rows, g, groups, jnp.float32, interpret=True)
+        np.testing.assert_allclose(found, grouped._of_weight(rows, g, groups), rtol=1e-5, atol=1e-5)
+        exact = np.zeros((6, 80, 48))
+        for row, pair in enumerate(groups.pair):
+            if pair < 60:
+                exact[np.asarray(groups.expert)[row // 16]] += np.outer(np.float64(rows[row]), np.float64(g[row]))
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
 # ---- the whole model
@@ -221,6 +246,7 @@ def loss_of(params, cfg, tokens, meta, dtype=jnp.float32, **settings):
 def exact(request):
     """(cfg, weights, gradients in float64 of rows that are not packed, and of packed ones)."""
     cfg = cfg_of(FAMILIES[request.param])
+    set_mesh(1, 1)
     params = jax.tree.map(np.asarray, random_params(cfg))
     with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_mixture", dense_mixture)
