@@ -17,6 +17,8 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import Int8, dense, is_weight
 from tunix_lite.parallel.mesh import put
+from tunix_lite.planning import flops
+from tunix_lite.planning.kernels import kernels
 
 QWEN3 = Experts(count=6, per_token=2, mlp_dim=8)
 FAMILIES = {
@@ -338,3 +340,40 @@ def test_adapters_train_experts_over_a_quantised_base_and_the_base_gets_no_gradi
     found, wanted = jax.jit(jax.grad(of))(adapters), jax.jit(jax.grad(by_hand))(adapters)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_what_experts_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="per_token=3 is above experts.count=2"):
+        Experts(2, 3, 8)
+    with pytest.raises(ValueError, match="experts.count=0; it is 1 to 32,768"):
+        Experts(0, 1, 8)
+    with pytest.raises(ValueError, match="adapters of experts have no dropout; set model.lora.dropout=0"):
+        adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=".*/expert_up", dropout=0.1))
+
+
+# ---- what a plan knows, by hand
+
+
+def test_a_token_counts_the_experts_that_compute_it():
+    # q 16*4*8, k and v 16*2*8 each, o as q; the router 16*6; and 2 of 6 experts with 3 matrices of 16*8; two layers
+    by_hand = 2 * (2 * 512 + 2 * 256 + 96 + 2 * 3 * 128)
+    assert flops.forward_flops(CFG, 1, 0, 0.0) == 2 * by_hand
+
+
+def test_rows_and_experts_of_so_many_tokens():
+    # one token reaches its k experts; 64 tokens with 8 of 128: 128 (1 - (15/16)^64)
+    assert groups_.expected_touched(128, 1, 8) == 8
+    assert groups_.expected_touched(128, 64, 8) == pytest.approx(128 * (1 - 0.9375**64))
+    # 2,048 tokens with 8 of 64: blocks of 64, and at most one block more for each expert
+    assert groups_.block_of(16384, 64) == 64 and groups_.rows_of(16384, 64) == 16384 + 64 * 64
+    # few pairs: a block of 16 for each
+    assert groups_.rows_of(8, 128) == 8 * 16
+
+
+def test_a_loop_over_experts_turns_as_often_as_is_expected():
+    """4 of 8 experts, 16 tokens: 7.99 have rows, of 8 each, which is one block. Of the product [16, 32] x [32, 48] the
+    FLOPs are 2 * 16 * 32 * 48."""
+    groups = groups_.group(jnp.tile(jnp.arange(4), (16, 1)), 8, 16)
+    x, w = jnp.zeros((len(groups.pair), 32)), jnp.zeros((8, 32, 48))
+    text = jax.jit(grouped.grouped_product).lower(x, w, groups).compile().as_text()
+    assert sum(k.times * k.flops for k in kernels(text)) == 8 * 2 * 16 * 32 * 48

@@ -182,4 +182,5 @@ def _over_blocks(
 
 def _expected(**numbers: float) -> AbstractContextManager:
     """Writes into the program what it will do where only the data decide (planning/kernels.py)."""
-    return jax.named_scope("".join(f"expected_{k}_{round(x)}" for k, x in numbers.items()))
+    parts = (f"{name}_{round(number)}" for name, number in numbers.items())
+    return jax.named_scope("_".join(["expected", *parts]))

@@ -1,7 +1,7 @@
 """The products of models/grouped.py as kernels for NVIDIA GPUs (Pallas, which hands them to
 Triton). A program multiplies a block of rows with some columns of its expert's weight, or adds up a
-tile of one expert's gradient, block after block: the order of every sum is fixed. Programs of a block
-without rows read nothing. Letters as there; W columns of a program."""
+tile of one expert's gradient, block after block: the order of every sum is fixed. The programs of a
+block without rows read nothing. Letters as there; W columns of a program."""
 
 from functools import partial
 from typing import Any

@@ -73,6 +73,12 @@ def block_of(pairs: int, experts: int) -> int:
     return min(max(1 << (share.bit_length() - 1), FEWEST), MOST)
 
 
+def rows_of(pairs: int, experts: int, block: int | None = None) -> int:
+    """Rows that hold so many pairs, whatever their experts are. block: None: by `block_of`."""
+    block = block_of(pairs, experts) if block is None else block
+    return (pairs // block + min(experts, pairs)) * block
+
+
 def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
     """Groups the pairs by expert. An id of `experts` is no expert."""
     ids = ids_Nk.reshape(-1)
@@ -85,7 +91,7 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
     first = jnp.cumsum(count) - count
 
     # The pair of each row, by the expert of its block and its place among that expert's rows.
-    blocks = pairs // block + min(experts, pairs)
+    blocks = rows_of(pairs, experts, block) // block
     number = jnp.arange(blocks)[:, None]
     expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
     place = (number - first[expert]) * block + jnp.arange(block)
