@@ -10,7 +10,7 @@ import optax
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers
-from test_train import SHORT, lines, without_time
+from test_train import OF_A_RUN, lines, without_time
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics.errors import ConfigError
@@ -439,9 +439,15 @@ def test_adapters_leave_the_router_alone_unless_they_are_told_to():
 # ---- whole runs
 
 
-def with_experts(words, experts):
-    run = compose(words)
-    return replace(run, model=replace(run.model, architecture=replace(run.model.architecture, experts=experts)))
+SIZES = (
+    "vocab_size=512 num_layers=2 embed_dim=64 num_heads=4 num_kv_heads=2 head_dim=16 query_scale=16 max_positions=512"
+)
+TINY_MIXTURE = [
+    "model=qwen3_30b_a3b",
+    "model.weights=random",
+    *(f"model.architecture.{size}" for size in SIZES.split()),
+    *(f"model.architecture.experts.{size}" for size in ("count=8", "per_token=2", "mlp_dim=32")),
+]
 
 
 def test_losses_of_routers_are_refused_without_experts():
@@ -457,7 +463,7 @@ def test_losses_of_routers_are_refused_without_experts():
 def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
     """Completions in flight are in its checkpoint, with their routes."""
     changes = ["rollout.overlap=carry", "rollout.max_staleness=1", "rollout.chunk=2", "generation.max_new_tokens=12"]
-    run = with_experts([*SHORT, *changes], Experts(8, 2, 32))
+    run = compose([*TINY_MIXTURE, *OF_A_RUN, *changes])
     state = train(run, tmp_path / "whole")
     graded, calls = task_module.Grader.results, []
 
