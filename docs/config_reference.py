@@ -48,6 +48,7 @@ from tunix_lite.learner.optim import (
 from tunix_lite.models.architecture import (
     Architecture,
     DeltaNet,
+    Experts,
     LongRope,
     RopeScaling,
     Yarn,
@@ -98,6 +99,7 @@ GROUPS = (
     Group("Yarn", "model.architecture.yarn.", Yarn, None),
     Group("Longrope", "model.architecture.longrope.", LongRope, None),
     Group("Gated delta net", "model.architecture.delta.", DeltaNet, None),
+    Group("Experts", "model.architecture.experts.", Experts, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
     Group("Algorithm: DPO", "algorithm.", dpo.DPO, None),

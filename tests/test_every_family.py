@@ -32,6 +32,8 @@ OWN = {
     "phi4_mini": {"longrope": LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1)},
     "qwen3.5_0.8b": {"head_dim": 16, "delta": DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=6)},
 }
+MIXTURES = ("gemma4_26b_a4b", "gpt_oss_20b", "qwen3_30b_a3b", "qwen3.5_35b_a3b")
+OWN |= {"gemma4_26b_a4b": OWN["gemma4_31b"], "qwen3.5_35b_a3b": OWN["qwen3.5_0.8b"]}
 OLD = ("gemma2_2b", "gemma3_1b", "llama3.2_1b", "qwen2.5_0.5b", "qwen3_0.6b")
 RELATIVES = ("ministral3_3b", "mistral0.1_7b", "olmo3_7b", "phi4_14b", "smollm2_1.7b", "smollm3_3b")
 SHAPES = {"none": None, "sequences": RowShape(40), "prefix": RowShape(12, 2, 12)}
@@ -43,6 +45,8 @@ def tiny(name: str) -> Architecture:
     own = {"num_layers": len(cfg.pattern) + 1, "window": cfg.window and 5}
     for part in ("yarn", "rope_scaling"):
         own |= {part: replace(there, original_positions=8)} if (there := getattr(cfg, part)) else {}
+    if experts := cfg.experts:
+        own |= {"experts": replace(experts, count=6, per_token=2, mlp_dim=12, shared_dim=experts.shared_dim and 12)}
     return replace(cfg, **SIZES | own | OWN.get(name, {}))
 
 
@@ -84,7 +88,9 @@ def alone(name: str) -> tuple[Batch, np.ndarray, dict]:
     return Batch(tokens, mask, counts), logprobs, hf.flatten(summed)
 
 
-EVERY = product((*OWN, *RELATIVES, *OLD), [(1, 1), (1, 4), (2, 2), (4, 1)], [[1, 3, 16]], [[*SHAPES]])
+EVERY = product(
+    dict.fromkeys((*OWN, *MIXTURES, *RELATIVES, *OLD)), [(1, 1), (1, 4), (2, 2), (4, 1)], [[1, 3, 16]], [[*SHAPES]]
+)
 
 
 @pytest.mark.wide  # test_relatives.py, test_gemma4.py, test_qwen3_5.py and test_conversations.py have a case each

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
 from tunix_lite.learner.policy import token_logprobs  # noqa: E402
-from tunix_lite.models import hf  # noqa: E402
+from tunix_lite.models import decoder, hf  # noqa: E402
+from tunix_lite.models.attention import one_sequence_per_row  # noqa: E402
 from tunix_lite.models.families import config_json, find_family, read_config  # noqa: E402
+from tunix_lite.models.family import FUSED_EXPERTS  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
 from tunix_lite.rollout.generate import make_generate  # noqa: E402
@@ -93,6 +96,27 @@ def drawn_qwen3_5(seed: int) -> dict:
     }
 
 
+def drawn_experts(family: str, seed: int) -> dict:
+    """Sizes of a model with a mixture of experts: more experts than a token has, and one that all tokens have."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*choices):
+        return choices[rng.integers(len(choices))]
+
+    experts = {"num_experts": one_of(5, 8), "num_experts_per_tok": one_of(1, 2, 3), "moe_intermediate_size": 24}
+    if family == "gemma4":
+        experts |= {"top_k_experts": experts["num_experts_per_tok"], "enable_moe_block": True}
+        return drawn_gemma4(0) | experts
+    if family == "qwen3_5_moe":
+        return drawn_qwen3_5(seed) | experts | {"shared_expert_intermediate_size": one_of(16, 32)}
+    shape = {"num_hidden_layers": one_of(2, 3), "head_dim": 16, "rms_norm_eps": 1e-3} | SOME
+    if family == "qwen3_moe":
+        return shape | experts | {"norm_topk_prob": seed == 0, "tie_word_embeddings": seed == 1}
+    rope = YARN | {"truncate": one_of(True, False), "rope_theta": 150.0}
+    of_gpt = {"num_local_experts": 6, "num_experts_per_tok": experts["num_experts_per_tok"], "sliding_window": 5}
+    return shape | of_gpt | {"rope_parameters": rope, "swiglu_limit": one_of(7.0, 0.5), "pad_token_id": 0}
+
+
 SHAPES = {  # windows are shorter than the prompt; layers do not always fill whole groups
     "gemma2-one": GEMMA | ONE | {"num_hidden_layers": 3, "sliding_window": 7, "attn_logit_softcapping": 2.0},
     "gemma2-some": GEMMA | SOME | {"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 5.0},
@@ -139,13 +163,21 @@ if hasattr(transformers, "Gemma4ForCausalLM"):
 if hasattr(transformers, "Qwen3_5ForCausalLM"):
     CLASSES["qwen3_5"] = (transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig)
     SHAPES |= {f"qwen3_5-{seed}": drawn_qwen3_5(seed) for seed in range(4)}
+if hasattr(transformers, "Qwen3_5MoeForCausalLM"):
+    CLASSES["qwen3_moe"] = (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig)
+    CLASSES["qwen3_5_moe"] = (transformers.Qwen3_5MoeForCausalLM, transformers.Qwen3_5MoeTextConfig)
+    CLASSES["gpt_oss"] = (transformers.GptOssForCausalLM, transformers.GptOssConfig)
+    MIXTURES = [
+        f"{family}-moe{seed}" for family in ("gemma4", "gpt_oss", "qwen3_5_moe", "qwen3_moe") for seed in range(2)
+    ]
+    SHAPES |= {name: drawn_experts(name.split("-")[0], int(name[-1])) for name in MIXTURES}
 
 
 def around_of(family: str, name: str) -> tuple[float, float]:
     """The mean and the spread of a parameter."""
-    is_scale = "norm" in name or "scalar" in name
-    wide = 1.5 if "A_log" in name else 0.3 if is_scale or "bias" in name else 0.15
-    if family == "qwen3_5":
+    is_scale = "norm" in name or "scal" in name
+    wide = 1.5 if "A_log" in name or "sinks" in name else 0.3 if is_scale or "bias" in name else 0.15
+    if family.startswith("qwen3_5"):
         return float(name.endswith(("linear_attn.norm.weight", "dt_bias"))), wide
     if family.startswith("gemma4") and "q_norm" in name:
         return 0.4, wide  # sharp attention would make digits of rounding large
@@ -157,7 +189,8 @@ def random_model(name: str, seed: int = 0):
     kind, config = CLASSES[name.split("-")[0]]
     base = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56, "max_position_embeddings": 128}
     torch.manual_seed(seed)
-    model = kind(config(**(base | SHAPES[name]), attn_implementation="eager")).eval()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = kind(config(**(base | SHAPES[name]), **how)).eval()
     with torch.no_grad():
         scalars = [(key, x) for key, x in model.named_buffers() if key.endswith("layer_scalar")]
         for parameter_name, parameter in [*model.named_parameters(), *scalars]:
@@ -223,7 +256,7 @@ def test_gradients_equal_those_of_transformers_in_float64(both):
     def loss(params):
         return -jnp.mean(token_logprobs(params, tokens, np.ones_like(tokens, bool), cfg=cfg)[:, 1:])
 
-    ours = hf.flatten(jax.jit(jax.grad(loss))(params))
+    ours = jax.jit(jax.grad(loss))(params)
     # In float32, transformers' own is 2 % off in an A_log: its decays are differences of sums, of a token to itself, too,
     # whose large gradients should cancel out, and do so but for their rounding. Ours is 6e-5 off there, 3e-5 elsewhere.
     model, asked = deepcopy(model).double(), torch.tensor(tokens)
@@ -231,14 +264,33 @@ def test_gradients_equal_those_of_transformers_in_float64(both):
         logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
         (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    for name, parts in hf.hf_parts(cfg, family).items():
-        of_parts = [ours[part.path] if part.layer is None else ours[part.path][part.layer] for part in parts]
-        grad = np.concatenate([hf.to_hf(np.asarray(x), part.weight) for x, part in zip(of_parts, parts)])
+    if any(name.endswith("experts.gate_up_proj") for name in theirs):
+        family = replace(family, names=family.names | FUSED_EXPERTS if family.name == "qwen3_moe" else family.names)
+    tensor = hf.tensors_of(ours, cfg, family)
+    for name in hf.hf_weights(cfg, family):
+        grad = tensor(name, "F32")
         if name not in theirs:
             assert name.endswith("layer_scalar") and not grad.any(), name
             continue
         difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
         assert difference < 3e-4, f"{name}: {difference}"
+
+
+def test_the_auxiliary_loss_is_that_of_transformers(both):
+    """Out of the sums that the block returns, over all layers together."""
+    model, cfg, params, _, _ = both
+    if cfg.experts is None or not hasattr(model.config, "router_aux_loss_coef"):
+        pytest.skip("transformers has none for it")
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (3, 20))
+    mask = np.arange(20) < np.array([20, 13, 5])[:, None]
+    with torch.no_grad():
+        given = {"attention_mask": torch.tensor(mask), "output_router_logits": True}
+        theirs = float(model(torch.tensor(tokens), **given).aux_loss)
+    meta = one_sequence_per_row(mask)
+    _, routed = jax.jit(partial(decoder.forward_and_routes, cfg=cfg))(params, tokens_BT=tokens, meta=meta)
+    count = np.sum(routed.num_tokens)
+    shares = [np.sum(x, axis=0) / count for x in (routed.load, routed.prob_sum)]
+    np.testing.assert_allclose(cfg.experts.count * np.sum(shares[0] * shares[1]), theirs, rtol=1e-5)
 
 
 def test_out_equals_in(both, tmp_path):

@@ -27,14 +27,20 @@ def vision_of_gemma3(embed_dim: int) -> int:
     return patches + 27 * layer + 2 * D + D + D * embed_dim
 
 
-def text_of_qwen3_5(L: int, D: int, F: int, N: int, K: int, V: int, head: int) -> int:
+def routed(D: int, E: int, inner: int) -> int:
+    """Parameters of a router and its experts in one layer, which have no biases."""
+    return D * E + E * 3 * D * inner
+
+
+def text_of_qwen3_5(L: int, D: int, F: int, N: int, K: int, V: int, head: int, E: int = 0) -> int:
     """Parameters of the text model, from the numbers of its config.json: the files hold more, a vision tower and layers
     that predict further tokens. Every fourth layer has attention with a gate per element; head: 1 if it is not the
-    embedding."""
+    embedding. E: experts of width F, beside a shared one of the same width with a gate."""
     attention = D * 256 * (2 * N + 2 * K + N) + 2 * 256
     channels = 2 * 16 * 128 + V * 128
     delta = D * channels + 4 * channels + 2 * D * V * 128 + 2 * D * V + 2 * V + 128
     layers = L // 4 * (attention + 3 * delta) + L * (3 * D * F + 2 * D)
+    layers += L * (routed(D, E, F) + D) if E else 0
     return (1 + head) * 248_320 * D + layers + D
 
 
@@ -46,10 +52,22 @@ def text_of_ministral3(L: int, D: int, F: int, head: int) -> int:
 
 
 def text_of_gemma4(
-    L: int, D: int, F: int, N: int, K: int, K_global: int, period: int, readers: int = 0, wide: int = 1, own: int = 0
+    L: int,
+    D: int,
+    F: int,
+    N: int,
+    K: int,
+    K_global: int,
+    period: int,
+    readers: int = 0,
+    wide: int = 1,
+    own: int = 0,
+    E: int = 0,
+    inner: int = 0,
 ) -> int:
     """Parameters of the text model, from the numbers of its config.json: the files hold towers, too. K_global: heads of
-    the one product that is keys and values of global layers; 0: these have two of K. own: width of per-layer inputs."""
+    the one product that is keys and values of global layers; 0: these have two of K. own: width of per-layer inputs. E:
+    experts beside the feed-forward, with three more norms, a scale before the router and a factor for each."""
     total = 262_144 * D + D + (262_144 * L * own + D * L * own + own)
     for i in range(L):
         is_global, reads = i % period == period - 1, i >= L - readers
@@ -58,6 +76,7 @@ def text_of_gemma4(
         attention = D * H * (2 * N + of_kv) + (1 if reads else 2) * H
         feed_forward = 3 * D * F * (wide if reads else 1)
         total += attention + feed_forward + 4 * D + 1 + (2 * D * own + D if own else 0)
+        total += routed(D, E, inner) + 4 * D + E if E else 0
     return total
 
 
@@ -75,6 +94,8 @@ PUBLISHED = {
     "gemma4_e4b": text_of_gemma4(42, 2560, 10_240, 8, 2, 0, 6, readers=18, own=256),
     "gemma4_12b": text_of_gemma4(48, 3840, 15_360, 16, 8, 1, 6),
     "gemma4_31b": text_of_gemma4(60, 5376, 21_504, 32, 16, 4, 6),
+    "gemma4_26b_a4b": text_of_gemma4(30, 2816, 2112, 16, 8, 2, 6, E=128, inner=704),
+    "gpt_oss_20b": 20_914_757_184,
     "qwen2.5_0.5b": 494_032_768,
     "qwen2.5_1.5b": 1_543_714_304,
     "qwen2.5_3b": 3_085_938_688,
@@ -88,11 +109,13 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
     "qwen3.5_0.8b": text_of_qwen3_5(24, 1024, 3584, 8, 2, 16, 0),
     "qwen3.5_2b": text_of_qwen3_5(24, 2048, 6144, 8, 2, 16, 0),
     "qwen3.5_4b": text_of_qwen3_5(32, 2560, 9216, 16, 4, 32, 0),
     "qwen3.5_9b": text_of_qwen3_5(32, 4096, 12288, 16, 4, 32, 1),
     "qwen3.5_27b": text_of_qwen3_5(64, 5120, 17408, 24, 4, 48, 1),
+    "qwen3.5_35b_a3b": text_of_qwen3_5(40, 2048, 512, 16, 2, 32, 1, E=256),
     "llama3.1_8b": 8_030_261_248,
     "llama3.1_70b": 70_553_706_496,
     "llama3.2_1b": 1_235_814_400,
@@ -138,7 +161,8 @@ def test_a_size_has_as_many_parameters_as_published_and_a_mesh_that_does_not_div
     cfg = model(name).architecture
     table = decoder.weights(cfg)
     assert weights.num_params(table) == PUBLISHED[name]
-    dims = {"heads": cfg.num_heads, "mlp": cfg.mlp_dim, "vocab": cfg.vocab_size}  # key/value heads may stay whole
+    inner = cfg.experts.mlp_dim if cfg.experts else cfg.mlp_dim
+    dims = {"heads": cfg.num_heads, "mlp": inner, "vocab": cfg.vocab_size}  # key/value heads may stay whole
     for tp in (1, 2, 4, 8):
         undivided = [f"{dim}={size} is not a multiple of the mesh's tp={tp}" for dim, size in dims.items() if size % tp]
         assert bool(undivided) == ((name, tp) in REFUSED)
@@ -167,6 +191,10 @@ MINISTRAL3_ROPE = {
 OLMO3_ROPE = {
     "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
     "original_max_position_embeddings": 8192, "rope_type": "yarn",
+}  # fmt: skip
+GPT_OSS_ROPE = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+    "truncate": False,
 }  # fmt: skip
 PHI4_LONG = [
     1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
@@ -221,6 +249,24 @@ AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in t
         "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
         "rope_scaling": {"long_factor": PHI4_LONG, "short_factor": [1.0] * 48, "type": "longrope"},
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+    },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "gpt_oss_20b": {
+        "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+        "rope_scaling": GPT_OSS_ROPE, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
     },
     "smollm3_3b": {
         "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,

@@ -99,6 +99,7 @@ class Groups:
             ),
             advantages=self.token_advantages(advantages, advantage_clip),
             old_logprobs=self.rollout.full_logprobs,
+            routes=self.rollout.routes,
         )
 
     def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:

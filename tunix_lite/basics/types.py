@@ -90,6 +90,8 @@ class TokenScores(NamedTuple):
     entropy: jax.Array | None
     # 1 where no other token is likelier, else 0; it has no gradient. None: nobody has looked
     is_likeliest: jax.Array | None = None
+    # learner.routing.ExpertSums of the forward pass, not [R, W]; None: a model without experts
+    experts: Any = None
 
     # numpy would make one array of the fields without a word; so it raises TypeError
     __array_ufunc__ = None
@@ -104,6 +106,7 @@ class ComparedScores(NamedTuple):
     logprobs: jax.Array
     entropy: jax.Array
     divergence: jax.Array  # in nats, float32, 0 elsewhere; its gradient is that by the policy
+    experts: Any = None  # as TokenScores
 
     # as TokenScores
     __array_ufunc__ = None
@@ -226,6 +229,9 @@ class Rollout:
     # [B] array of `Conversation`; None where completions are single turns. What an environment
     # answers is in token_mask, and not in completion_mask
     conversations: Any = None
+    # [B, T, L * k] uint8 or uint16, the experts of each token (models/routes.py); None: a model
+    # without experts, or rollout.replay_routes=false
+    routes: Any = None
 
     @property
     def finished(self):
@@ -287,6 +293,8 @@ class Batch:
     # int32, number of the token's document in its row, from 1; 0: padding. A token sees only its
     # own document. None: a sequence is one
     segment_ids: Any = None
+    # [B, T, L * k] as Rollout.routes; None: the router chooses every token's experts
+    routes: Any = None
     # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 
@@ -322,6 +330,8 @@ class RowBatch:
     old_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
     streams: dict[str, jax.Array] = flax.struct.field(default_factory=dict)
+    # [R, W, L * k] as in Batch
+    routes: jax.Array | None = None
     # int32, number in the row of the token's sequence, or of its group with one prompt; 0: none
     segment_ids: jax.Array | None = None
     positions: jax.Array | None = None  # int32, place of a token in its own sequence

@@ -216,6 +216,8 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     }
     original = {} if source.folder is None else small_object(source.folder, "config.json")
     if "architectures" in original and original.get("model_type") == family.model_type:
+        # what was stored quantised is written plain
+        original.pop("quantization_config", None)
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
     else:
         # Random weights, or the text part of a model with images or the like.

@@ -113,7 +113,9 @@ class LanguageModel:
         if generation is None:
             generation = GREEDY if num_generations == 1 else LONG
         settings = RolloutConfig() if rollout is None else rollout
-        settings = replace(settings, num_slots=settings.num_slots or batch_size)
+        slots = settings.num_slots or batch_size
+        # nobody learns from these completions
+        settings = replace(settings, num_slots=slots, replay_routes=False)
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompts)
         if max_new_tokens is not None and len(max_new_tokens) != len(prompts):
@@ -158,7 +160,7 @@ class LanguageModel:
         `generate`."""
         settings = RolloutConfig() if rollout is None else rollout
         # small chunks, since nobody sees a token before its chunk is over
-        settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK)
+        settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK, replay_routes=False)
         text = self.tokenizer.stream()
         num_read = 0
         for (request,) in self._sample([prompt], generation, 1, seed, settings):

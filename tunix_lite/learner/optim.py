@@ -201,7 +201,7 @@ class MuonConfig(LearningRateConfig):
             # A stack of layers is as many matrices. Muon is not for the embedding and the head.
             if not w.inputs or "vocab" in w.axes:
                 return optax.MaskedNode()
-            first = int(w.is_stacked)
+            first = w.num_counted
             inputs = tuple(range(first, first + w.inputs))
             return Matrix(inputs, tuple(range(first + w.inputs, len(w.shape))))
 

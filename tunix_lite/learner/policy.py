@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 from tunix_lite.learner.micro_batches import cut, part_of
+from tunix_lite.learner.routing import expert_sums
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
@@ -36,11 +38,14 @@ class _Rescore:
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
+    # whether tokens take the experts that the sampler recorded
+    replays: bool = False
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
         # Other fields of a batch would only make another program.
         arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
-        read = Batch(*arrays, segment_ids=batch.segment_ids)
+        routes = batch.routes if self.replays else None
+        read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
 
@@ -114,20 +119,22 @@ def make_policy(
     dtype: DTypeLike = jnp.float32,
     reference: Params | None = None,
     rows: RowLayout = ROWS,
+    replays: bool = False,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term. rows: the layout where `collect` asks for scores. scoring:
-    settings of decoder.forward, such as `remat`.
+    frozen params of the KL term. rows: the layout where `collect` asks for scores. replays: there,
+    tokens take the experts that were recorded, as they do in the update; then log-probabilities
+    differ by weights alone. scoring: settings of decoder.forward, such as `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
-    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
+    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
     return Policy(generate, scores, frozen, rescore)
 
@@ -148,7 +155,10 @@ def batch_scores(
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
+    routes = None if batch.routes is None else replayed(batch.routes, cfg)
+    hidden_RWD, routed = decoder.forward_and_routes(
+        params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
+    )
     R, W = batch.tokens.shape
     M = batch.is_scored.shape[1]
 
@@ -178,7 +188,11 @@ def batch_scores(
         return TokenScores(numbers_RW, None)
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    return jax.tree.map(in_rows, scores_RM)
+    scores_RW = jax.tree.map(in_rows, scores_RM)
+    # another head has no field for them
+    if routed is None or not hasattr(scores_RW, "experts"):
+        return scores_RW
+    return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
 
 
 def token_logprobs(

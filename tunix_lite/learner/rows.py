@@ -54,6 +54,8 @@ class RowLayout:
         del arrays["streams"], arrays["constants"]
         for name, value in batch.streams.items():
             arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
+        if batch.routes is not None:
+            arrays["routes"] = batch.routes[..., 0]
         shape = np.shape(batch.tokens)
         for name, value in arrays.items():
             if value is not None and np.shape(value) != shape:

@@ -15,6 +15,13 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Algorithm, Policy
 from tunix_lite.basics.types import Metrics, Params, RowBatch, TrainState
 from tunix_lite.learner.micro_batches import Sums, accumulate
+from tunix_lite.learner.routing import (
+    EXPERTS,
+    LOAD,
+    NUM_TOKENS,
+    RouterLoss,
+    with_expert_metrics,
+)
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
@@ -42,6 +49,8 @@ class TrainStep:
     seed: int = 0  # of the adapters' dropout and of rounding
     sync_every: int = 1  # micro-batches after which the gradient crosses the mesh
     compiler_options: OptionsByPlatform = field(default_factory=dict)
+    # losses of the routers; None: none is added
+    router_loss: RouterLoss | None = None
 
     def __call__(
         self, state: TrainState, frozen: Params | None, batch: RowBatch
@@ -97,14 +106,39 @@ class TrainStep:
             )
             rows = jnp.arange(len(batch.tokens))
             keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-        return accumulate(
-            partial(self.gradient, params, frozen, constants=batch.constants),
+        constants = batch.constants
+        if self.router_loss is not None:
+            constants = self.with_router_totals(params, frozen, batch, keys_R)
+        grads, metrics = accumulate(
+            partial(self.gradient, params, frozen, constants=constants),
             (batch.per_row, keys_R),
             batch.max_parts,
             batch.num_parts,
             grad_shardings,
             self.sync_every,
         )
+        return grads, with_expert_metrics(metrics)
+
+    def with_router_totals(
+        self, params: Params, frozen: Params | None, batch: RowBatch, keys_R: jax.Array | None
+    ) -> dict[str, jax.Array | None]:
+        """The constants of the batch, and what the losses of routers need of all of it."""
+
+        def load_of(part: tuple[RowBatch, jax.Array | None]) -> Sums:
+            rows, keys_R = part
+            acting = acting_params(frozen, params, self.lora, keys_R)
+            scores = self.policy.scores(acting, rows.with_constants(batch.constants))
+            return {}, {LOAD: scores.experts.load}
+
+        # The busy experts of a batch are known only once all of it was routed: one more forward
+        # pass, unless a micro-batch is all of it.
+        totals = {LOAD: None}
+        if batch.max_parts > 1 and self.router_loss.aux_coef:
+            parts = (batch.per_row, keys_R)
+            sizes = (batch.max_parts, batch.num_parts, None, self.sync_every)
+            totals = accumulate(load_of, parts, *sizes)[1]
+        totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
+        return (batch.constants or {}) | totals
 
     def gradient(
         self,
@@ -132,6 +166,10 @@ class TrainStep:
         acting = acting_params(frozen, params, self.lora, keys_R)
         scores = self.policy.scores(acting, batch.with_constants(constants))
         loss, metrics = self.algorithm.loss(scores, batch)
+        if scores.experts is not None:
+            metrics = {**metrics, EXPERTS: jax.lax.stop_gradient(scores.experts)}
+        if self.router_loss is not None:
+            loss += self.router_loss(scores.experts, constants[LOAD], constants[NUM_TOKENS])
         ours = {"train/loss": loss}
         if scores.entropy is not None:
             entropy = jnp.sum(batch.loss_weight * scores.entropy)
@@ -149,10 +187,15 @@ class TrainStep:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
 
-        def of_part(part: RowBatch) -> Sums:
-            return {}, self.objective(params, frozen, (part, None), batch.constants)[1]
+        constants = batch.constants
+        if self.router_loss is not None:
+            constants = self.with_router_totals(params, frozen, batch, None)
 
-        return accumulate(of_part, batch.per_row, batch.max_parts, batch.num_parts)[1]
+        def of_part(part: RowBatch) -> Sums:
+            return {}, self.objective(params, frozen, (part, None), constants)[1]
+
+        sums = accumulate(of_part, batch.per_row, batch.max_parts, batch.num_parts)
+        return with_expert_metrics(sums[1])
 
 
 def apply(

@@ -66,7 +66,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers.
+    """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers or in all.
 
     Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
     """
@@ -84,6 +84,10 @@ class Yarn:
     # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p /
     # original_positions)).
     query_growth: float = 0.0
+    # true rounds the places of the two betas to whole pairs of elements.
+    truncate: bool = True
+    # true stretches the wavelengths of local layers, too.
+    in_windows: bool = False
 
     def __post_init__(self):
         positive = (self.factor, self.original_positions, self.beta_slow, self.amplitude)
@@ -100,8 +104,9 @@ class Yarn:
         # The pairs that turn so often, by place.
         turns = 2 * np.pi * np.array([self.beta_fast, self.beta_slow])
         pairs = dim * np.log(self.original_positions / turns) / (2 * np.log(theta))
-        low = max(np.floor(pairs[0]), 0)
-        high = min(np.ceil(pairs[1]), dim - 1)
+        if self.truncate:
+            pairs = np.array([np.floor(pairs[0]), np.ceil(pairs[1])])
+        low, high = max(pairs[0], 0), min(pairs[1], dim - 1)
         # Never 0, where both ends are one pair; transformers does the same.
         slow = np.clip((np.arange(len(frequency)) - low) / ((high - low) or 0.001), 0, 1)
         return frequency * (1 - slow + slow / self.factor)
@@ -172,6 +177,51 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The sizes and flags of a mixture of experts (models/experts.py).
+
+    Example: Experts(count=128, per_token=8, mlp_dim=768) for Qwen 3 30B-A3B.
+    """
+
+    count: int  # experts of a layer
+    # Experts that compute a token, at most count.
+    per_token: int
+    mlp_dim: int  # hidden width of one expert
+    # true divides the weights of a token's experts by their sum.
+    normalised: bool = True
+    # true takes the softmax over the chosen logits. false takes it over all of them.
+    softmax_after: bool = False
+    # Hidden width of the expert that computes every token, times a gate. 0 has none.
+    shared_dim: int = 0
+    # true has a dense feed-forward beside the experts, and norms around both (Gemma 4).
+    beside_dense: bool = False
+    # true norms what the router reads, and has a factor for each expert (Gemma 4).
+    router_norm: bool = False
+    # true adds biases to the router and to the products of the experts (gpt-oss).
+    biases: bool = False
+    # gpt-oss: values before the activation are kept between -x and x. null does not limit them.
+    limit: float | None = None
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("count", "per_token", "mlp_dim")}
+        for name, value in sizes.items():
+            # an id has 16 bits where routes are recorded
+            most = _MOST_OF_A_DIM if name == "mlp_dim" else 2**15
+            if not 1 <= value <= most:
+                raise ValueError(f"experts.{name}={value}; it is 1 to {most:,}")
+        if self.per_token > self.count:
+            raise ValueError(
+                f"experts.per_token={self.per_token} is above experts.count={self.count}"
+            )
+        if not 0 <= self.shared_dim <= _MOST_OF_A_DIM:
+            raise ValueError(
+                f"experts.shared_dim={self.shared_dim}; it is 0 to {_MOST_OF_A_DIM:,}"
+            )
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"experts.limit={self.limit} must be above 0")
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The sizes and flags of a decoder; the defaults are Gemma 3's. Raises ValueError for what no
     model has.
@@ -227,10 +277,16 @@ class Architecture:
     qk_norm_whole: bool = False
     # true adds biases to queries, keys and values.
     qkv_bias: bool = False
+    # true adds a bias to the output of attention.
+    out_bias: bool = False
+    # true adds a score of its own, which no value has, to the softmax of each query head.
+    attn_sinks: bool = False
     # true multiplies the output of attention by the sigmoid of a gate, per element.
     attn_gate: bool = False
     # Sizes of the gated delta net of delta layers. null has no such layers.
     delta: DeltaNet | None = None
+    # Sizes of the mixture of experts of every layer. null has a dense feed-forward.
+    experts: Experts | None = None
     # true uses the embedding as the head. false has a separate matrix.
     tied: bool = True
     # tanh keeps attention scores between -x and x. null does not limit them.
@@ -350,7 +406,7 @@ class Architecture:
             is_long = self.max_positions > long.original_positions
             factors = long.long_factors if is_long else long.short_factors
             return frequency / np.array(factors), long.amplitude
-        if kind == "global" and self.yarn is not None:
+        if self.yarn is not None and (kind == "global" or self.yarn.in_windows):
             return self.yarn.scaled(frequency, theta), self.yarn.amplitude
         if kind == "global" and self.rope_scaling is not None:
             return self.rope_scaling.scaled(frequency), 1.0

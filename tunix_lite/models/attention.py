@@ -100,11 +100,12 @@ def attend(
     k_scales_BKS: jax.Array | None = None,
     v_scales_BKS: jax.Array | None = None,
     name: str = "scores",
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention, [B, T, N, H], in float32; each key head serves N / K query heads.
 
     With scales, keys and values are int8 codes. name: of the scores, for a remat policy
-    (decoder.REMAT).
+    (decoder.REMAT). sinks_N: a score of each head that joins its softmax and has no value.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
@@ -141,7 +142,15 @@ def attend(
     if cfg.attn_softcap is not None:
         scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
 
-    probs = jax.nn.softmax(jnp.where(mask, scores, FAR_BELOW), axis=-1)
+    scores = jnp.where(mask, scores, FAR_BELOW)
+    if sinks_N is None:
+        probs = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = sinks_N.astype(scores.dtype).reshape(K, *(1 for _ in times), N // K, 1)
+        largest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        largest = jax.lax.stop_gradient(largest)
+        exps = jnp.exp(scores - largest)
+        probs = exps / (exps.sum(axis=-1, keepdims=True) + jnp.exp(sinks - largest))
     if not is_rounded(dtype):
         # In the backward pass a product makes this cotangent. It is faster in its own kernel
         # than in one with the softmax.
@@ -163,10 +172,12 @@ def xla(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention as plain products, [B, T, N, H]; long rows go in pieces of their queries.
 
     is_local: whether the layer has a window; traced where one program serves layers of both kinds.
+    sinks_N: as of `attend`.
     """
 
     def of_rows(
@@ -182,11 +193,11 @@ def xla(
         S = k_BSKH.shape[1]
         if piece_length(q_BTNH, S) >= T and (S > T or T < 2 * CAUSAL_PIECE):
             mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
-            return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+            return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS, sinks_N=sinks_N)
 
         # A window that is known while compiling saves columns. Where the kind of the layer is
         # traced, a branch for each kind costs more than that, unless the window is short.
-        arrays = (q_meta, k_meta, q_BTNH, k_BKSH, v_BKSH)
+        arrays = (sinks_N, q_meta, k_meta, q_BTNH, k_BKSH, v_BKSH)
         is_known = isinstance(is_local, bool)
         if is_known or 4 * cfg.window > S or k_meta.completion_ids is not None:
             return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
@@ -260,6 +271,7 @@ def piece_length(q_BTNH: jax.Array, S: int) -> int:
 def _in_pieces(
     cfg: Architecture,
     window: int | jax.Array | None,
+    sinks_N: jax.Array | None,
     q_meta: AttentionMeta,
     k_meta: AttentionMeta,
     q_BTNH: jax.Array,
@@ -268,9 +280,15 @@ def _in_pieces(
 ) -> jax.Array:
     """`attend` for one piece of the queries after the other."""
 
-    def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
+    def piece(
+        sinks_N: jax.Array | None,
+        q_meta: AttentionMeta,
+        k_meta: AttentionMeta,
+        *qkv: jax.Array,
+    ) -> jax.Array:
         mask_BTS = attention_mask(window, q_meta, k_meta)
-        return attend(cfg, *qkv, mask_BTS, name="scores" if fits else "scores of a piece")
+        name = "scores" if fits else "scores of a piece"
+        return attend(cfg, *qkv, mask_BTS, name=name, sinks_N=sinks_N)
 
     T = q_BTNH.shape[1]
     S = k_BKSH.shape[2]
@@ -292,6 +310,7 @@ def _in_pieces(
         # No query sees the keys of a later one.
         keys = slice(first, S - T + stop)
         out = piece(
+            sinks_N,
             jax.tree.map(lambda x, queries=queries: x[:, queries], q_meta),
             jax.tree.map(lambda x, keys=keys: x[:, keys], k_meta),
             q_BTNH[:, queries],
@@ -573,6 +592,7 @@ def obstacle(
             % LANES,
             f"it takes heads in multiples of {LANES}, and head_dim is {H}": H % LANES,
         }
+    reasons = {"it has no attention sinks, and the model has some": cfg.attn_sinks} | reasons
     # the first of them is enough to say
     for reason, is_so in reasons.items():
         if is_so:

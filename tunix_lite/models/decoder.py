@@ -22,8 +22,10 @@ from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import READER, Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
+from tunix_lite.models.experts import Routed, dense_feed_forward, expert_weights, feed_forward
 from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
+from tunix_lite.models.norm import norm, norm_weight
 from tunix_lite.models.rope import ROTATED, rope, rope_angles_by_kind
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.scalar_head import scalar_head
@@ -57,7 +59,7 @@ _TABLE_AXES = ("vocab", "embed")
 def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name: a nested dict of `Weight`."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), _TABLE_AXES, _EMBED_INIT, inputs=0)
-    model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
+    model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
     if cfg.output != "logits":
         model |= scalar_head(cfg, cfg.output == "biased_score")
     elif not cfg.tied:
@@ -74,7 +76,7 @@ def weights(cfg: Architecture) -> dict:
         model["per_layer"] = {
             "table": Weight((cfg.vocab_size, L * P), _TABLE_AXES, _EMBED_INIT, inputs=0),
             "project": Weight((cfg.embed_dim, L, P), ("embed", "per_layer", "per_layer")),
-            "norm": _norm_weight(cfg, P),
+            "norm": norm_weight(cfg, P),
         }
     return model
 
@@ -118,22 +120,25 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
     D = cfg.embed_dim
     F = cfg.mlp_dim * (2 if cfg.wide_readers and kind.endswith(READER) else 1)
     layer = {
-        "attn_norm": _norm_weight(cfg, D),
+        "attn_norm": norm_weight(cfg, D),
         **kind_of_layer(kind).weights(cfg),
-        "mlp_norm": _norm_weight(cfg, D),
+        "mlp_norm": norm_weight(cfg, D),
         "gate": Weight((D, F), ("embed", "mlp")),
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
+        **expert_weights(cfg),
     }
+    if cfg.experts is not None and not cfg.experts.beside_dense:
+        del layer["gate"], layer["up"], layer["down"]
     if not cfg.pre_norms:
         del layer["attn_norm"], layer["mlp_norm"]
     if cfg.post_norms:
-        layer["attn_post_norm"] = _norm_weight(cfg, D)
-        layer["mlp_post_norm"] = _norm_weight(cfg, D)
+        layer["attn_post_norm"] = norm_weight(cfg, D)
+        layer["mlp_post_norm"] = norm_weight(cfg, D)
     if P := cfg.per_layer_dim:
         layer["per_layer_gate"] = Weight((D, P), ("embed", "per_layer"))
         layer["per_layer_out"] = Weight((P, D), ("per_layer", "embed"))
-        layer["per_layer_norm"] = _norm_weight(cfg, D)
+        layer["per_layer_norm"] = norm_weight(cfg, D)
     if cfg.layer_scalar:
         # exact: it is part of the architecture, and no update may round it
         layer["layer_scalar"] = Weight((1,), ("norm",), ones, inputs=0, is_exact=True)
@@ -163,16 +168,15 @@ def attention_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weig
         layer["q_bias"] = Weight(layer["q"].shape[1:], ("heads", "head_dim"), zeros, inputs=0)
         layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
+    if cfg.out_bias:
+        layer["o_bias"] = Weight((D,), ("norm",), zeros, inputs=0)
+    if cfg.attn_sinks:
+        layer["sinks"] = Weight((N,), ("heads",), zeros, inputs=0)
     if cfg.qk_norm:
-        layer["q_norm"] = _norm_weight(cfg, N * H if cfg.qk_norm_whole else H)
+        layer["q_norm"] = norm_weight(cfg, N * H if cfg.qk_norm_whole else H)
         if not is_reader:
-            layer["k_norm"] = _norm_weight(cfg, K * H if cfg.qk_norm_whole else H)
+            layer["k_norm"] = norm_weight(cfg, K * H if cfg.qk_norm_whole else H)
     return layer
-
-
-def _norm_weight(cfg: Architecture, size: int) -> Weight:
-    """The scale of a norm over `size` elements."""
-    return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
 def copy_to_score(
@@ -183,7 +187,8 @@ def copy_to_score(
     """Copies the parameters to score with: what `for_compute` would cast is cast."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
-        return weight.dtype if len(unstacked(weight).shape) == 1 else dtype
+        is_kept = weight.is_exact or len(unstacked(weight).shape) == 1
+        return weight.dtype if is_kept else dtype
 
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
         # A copy in any case, as the next update donates the original.
@@ -203,17 +208,33 @@ def forward(
     tokens_BT: jax.Array,
     meta: AttentionMeta,
     dtype: DTypeLike = jnp.float32,
+    **settings: Any,
+) -> jax.Array:
+    """Hidden states [B, T, D] of whole rows, after the final norm. settings: further ones of
+    `forward_and_routes`."""
+    return forward_and_routes(params, cfg, tokens_BT, meta, dtype, **settings)[0]
+
+
+def forward_and_routes(
+    params: Params,
+    cfg: Architecture,
+    tokens_BT: jax.Array,
+    meta: AttentionMeta,
+    dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     attend: Callable[..., jax.Array] = attention.xla,
     reduce_dtype: DTypeLike = jnp.float32,
     tp_reduce_dtype: DTypeLike = jnp.float32,
     scan_layers: bool = True,
-) -> jax.Array:
-    """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
+    routes_LBTk: jax.Array | None = None,
+) -> tuple[jax.Array, Routed | None]:
+    """Hidden states [B, T, D] of whole rows, after the final norm; and where tokens were routed, by
+    layer ([L, ...]), None without experts. Padding may be on either side.
 
     remat: a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype: as
     weights.for_compute takes it; tp_reduce_dtype: as weights.project takes it. scan_layers: the
-    program has one layer and runs it in a loop; else it has all of them.
+    program has one layer and runs it in a loop; else it has all of them. routes_LBTk: the experts
+    of each token, as experts.feed_forward takes them.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
     if not scan_layers:
@@ -228,16 +249,19 @@ def forward(
         x_BTD: jax.Array,
         w: dict[str, Any],
         per_layer_BTP: jax.Array | None = None,
+        routes_BTk: jax.Array | None = None,
         of_source: tuple[jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, Routed | None]:
         w = {
             name: for_compute(leaf, declared[kind][name], dtype, reduce_dtype)
             for name, leaf in w.items()
         }
 
-        def attend_fn(q: jax.Array, *own: jax.Array) -> tuple[jax.Array, Any]:
+        def attend_fn(
+            q: jax.Array, *own: jax.Array, **sinks: jax.Array
+        ) -> tuple[jax.Array, Any]:
             kv = own if of_source is None else of_source
-            return attend(cfg, is_local, meta, q, *kv), kv if is_source else None
+            return attend(cfg, is_local, meta, q, *kv, **sinks), kv if is_source else None
 
         if isinstance(is_local, bool):
             angles_of_kind = angles["local" if is_local else "global"]
@@ -251,6 +275,7 @@ def forward(
             attend_fn,
             sequences=meta,
             per_layer=per_layer_BTP,
+            routes=routes_BTk,
         )
         return block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
 
@@ -264,21 +289,25 @@ def forward(
         per_layer_LBTP = per_layer_inputs(w, cfg, tokens_BT, x_BTD)
     x_BTD = constrain(x_BTD, *_RESIDUAL)
     if scan_layers:
-        stacked_inputs = (params["layers"], per_layer_LBTP)
-        x_BTD = _scan_layers(layer, x_BTD, cfg, *stacked_inputs, REMAT[remat])
+        inputs = (per_layer_LBTP, routes_LBTk)
+        x_BTD, routed = _scan_layers(layer, x_BTD, cfg, params["layers"], inputs, REMAT[remat])
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
         of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
         layers = _by_stack(params["layers"], cfg)
         keys_and_values = {}
+        by_layer = []
         for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
-            x_BTD, keys_and_values[i] = of_layer(kind, i in cfg.sources.values())(
+            x_BTD, keys_and_values[i], routed = of_layer(kind, i in cfg.sources.values())(
                 x_BTD,
                 next(layers[stack]),
                 None if per_layer_LBTP is None else per_layer_LBTP[i],
+                None if routes_LBTk is None else routes_LBTk[i],
                 keys_and_values.get(cfg.sources.get(i)),
             )
-    return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
+            by_layer.append(routed)
+        routed = jax.tree.map(lambda *xs: jnp.stack(xs), *by_layer)
+    return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg), routed
 
 
 def _by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
@@ -297,25 +326,26 @@ def _by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Pa
 
 
 def _one_layer(
-    layer: Callable[..., tuple[jax.Array, Any]],
+    layer: Callable[..., tuple[jax.Array, Any, Routed | None]],
     policy: Callable[..., bool] | None,
     kind: str,
     is_source: bool,
-) -> Callable[..., tuple[jax.Array, Any]]:
+) -> Callable[..., tuple[jax.Array, Any, Routed | None]]:
     """`layer` of this kind, which a policy of REMAT computes again in the backward pass."""
     fn = partial(layer, kind, is_local(kind), is_source)
     return fn if policy is None else jax.checkpoint(fn, policy=policy)
 
 
 def _scan_layers(
-    layer: Callable[..., tuple[jax.Array, Any]],
+    layer: Callable[..., tuple[jax.Array, Any, Routed | None]],
     x_BTD: jax.Array,
     cfg: Architecture,
     layers: Params,
-    per_layer_LBTP: jax.Array | None,
+    inputs: tuple[jax.Array | None, ...],
     policy: Callable[..., bool] | None,
-) -> jax.Array:
-    """The hidden states after all layers, by scans over them. layer: as `forward` makes it."""
+) -> tuple[jax.Array, Routed | None]:
+    """The hidden states after all layers, by scans over them, and where tokens were routed. layer:
+    as `forward_and_routes` makes it. inputs: what each layer has of its own, [L, ...]."""
 
     # Where all layers of a stack are of one kind, it is known while compiling.
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
@@ -325,12 +355,13 @@ def _scan_layers(
         x_BTD: jax.Array,
         of_layer: tuple,
         of_source: tuple[jax.Array, jax.Array] | None = None,
-    ) -> tuple[jax.Array, None]:
-        w, per_layer_BTP, is_local_here = of_layer
+    ) -> tuple[jax.Array, Routed | None]:
+        w, own, is_local_here = of_layer
         here = is_local_here if is_mixed else is_local(kind)
-        return layer(kind, here, False, x_BTD, w, per_layer_BTP, of_source)[0], None
+        x_BTD, _, routed = layer(kind, here, False, x_BTD, w, *own, of_source)
+        return x_BTD, routed
 
-    def body_of(kind: str) -> Callable[..., tuple[jax.Array, None]]:
+    def body_of(kind: str) -> Callable[..., tuple[jax.Array, Routed | None]]:
         if policy is None:
             return partial(body, kind)
         # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
@@ -339,15 +370,15 @@ def _scan_layers(
     bodies = {stack: body_of(kind) for stack, (kind, _) in stacks(cfg).items()}
     if None in bodies:
         are_local = np.array([kind == "local" for kind in cfg.kinds])
-        return jax.lax.scan(bodies[None], x_BTD, (layers, per_layer_LBTP, are_local))[0]
+        return jax.lax.scan(bodies[None], x_BTD, (layers, inputs, are_local))
 
     # Of each stack the weights and inputs, [count, ...], and how many layers have run.
     names = stack_of_layers(cfg)
     trees = {}
     for stack in layers:
         numbers = np.array([i for i, name in enumerate(names) if name == stack])
-        inputs = None if per_layer_LBTP is None else per_layer_LBTP[numbers]
-        trees[stack] = (layers[stack], inputs)
+        of_stack = jax.tree.map(lambda x, numbers=numbers: x[numbers], inputs)
+        trees[stack] = (layers[stack], of_stack)
     done = Counter()
 
     def next_layers(part: tuple[str, ...]) -> Params:
@@ -362,39 +393,53 @@ def _scan_layers(
     # Layers whose keys and values others read stand outside of loops, where these are arrays.
     first_source = min(cfg.sources.values(), default=cfg.num_layers)
     first_reader = cfg.num_layers - cfg.kv_readers
+    by_part = []
     if before := names[:first_source]:
-        x_BTD = _scan_periods(bodies, before, x_BTD, next_layers(before))
+        x_BTD, routed = _scan_periods(bodies, before, x_BTD, next_layers(before))
+        by_part.append(routed)
     for i, kind in enumerate(cfg.kinds[first_source:first_reader], first_source):
-        one = jax.tree.map(lambda leaf: leaf[0], next_layers(names[i : i + 1])[names[i]])
+        w, own = jax.tree.map(lambda leaf: leaf[0], next_layers(names[i : i + 1])[names[i]])
         of_layer = _one_layer(layer, policy, kind, i in cfg.sources.values())
-        x_BTD, of_source = of_layer(x_BTD, *one)
+        x_BTD, of_source, routed = of_layer(x_BTD, w, *own)
+        by_part.append(jax.tree.map(lambda x: x[None], routed))
         if of_source is not None:
             bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
-    readers = names[first_reader:]
-    return _scan_periods(bodies, readers, x_BTD, next_layers(readers)) if readers else x_BTD
+    if readers := names[first_reader:]:
+        x_BTD, routed = _scan_periods(bodies, readers, x_BTD, next_layers(readers))
+        by_part.append(routed)
+    return x_BTD, _in_order(by_part)
+
+
+def _in_order(by_part: list[Routed | None]) -> Routed | None:
+    """Parts of layers [count, ...], one after the other."""
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *by_part)
 
 
 def _scan_periods(
-    bodies: dict[str, Callable[..., tuple[jax.Array, None]]],
+    bodies: dict[str, Callable[..., tuple[jax.Array, Routed | None]]],
     names: tuple[str, ...],
     x_BTD: jax.Array,
     trees: Params,
-) -> jax.Array:
-    """The hidden states after layers of these stacks, by scans. bodies, trees: of one layer, by
-    stack."""
+) -> tuple[jax.Array, Routed | None]:
+    """The hidden states after layers of these stacks, by scans, and where tokens were routed.
+    bodies, trees: of one layer, by stack."""
 
-    def in_order(part: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
+    def in_order(
+        part: tuple[str, ...], x_BTD: jax.Array, trees: Params
+    ) -> tuple[jax.Array, Routed | None]:
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
         first = Counter()
+        by_part = []
         for stack, neighbours in itertools.groupby(part):
             # neighbours of one stack run in one loop, and so compile once
             stop = first[stack] + len(list(neighbours))
             arrays = jax.tree.map(
                 lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
             )
-            x_BTD, _ = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
+            x_BTD, routed = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
+            by_part.append(routed)
             first[stack] = stop
-        return x_BTD
+        return x_BTD, _in_order(by_part)
 
     # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
     period = repeated(names)
@@ -404,19 +449,21 @@ def _scan_periods(
     def in_periods(leaf: jax.Array, count: int) -> jax.Array:
         return leaf[: num_periods * count].reshape(num_periods, count, *leaf.shape[1:])
 
-    def of_period(x_BTD: jax.Array, trees: Params) -> tuple[jax.Array, None]:
-        return in_order(period, x_BTD, trees), None
-
     of_periods = {
         stack: jax.tree.map(partial(in_periods, count=counts[stack]), tree)
         for stack, tree in trees.items()
     }
-    x_BTD, _ = jax.lax.scan(of_period, x_BTD, of_periods)
+    x_BTD, routed = jax.lax.scan(partial(in_order, period), x_BTD, of_periods)
+    routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
+    rest = names[num_periods * len(period) :]
+    if not rest:
+        return x_BTD, routed
     left = {
         stack: jax.tree.map(lambda leaf, n=num_periods * counts[stack]: leaf[n:], tree)
         for stack, tree in trees.items()
     }
-    return in_order(names[num_periods * len(period) :], x_BTD, left)
+    x_BTD, routed_of_rest = in_order(rest, x_BTD, left)
+    return x_BTD, _in_order([routed, routed_of_rest])
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
@@ -439,13 +486,13 @@ REMAT = {
     # would copy each kept array once more.
     "save_all": None,
     # every product
-    "none": _and_kernels(KEPT("product", "scores", "attended")),
+    "none": _and_kernels(KEPT("product", "scores", "attended", "routes")),
     # products with weights, nothing within attention
-    "dots": KEPT("product"),
+    "dots": KEPT("product", "routes"),
     # inputs and outputs of attention
-    "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),
-    # the input of each layer
-    "block": jax.checkpoint_policies.nothing_saveable,
+    "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended", "routes")),
+    # the input of each layer, and which experts its tokens have
+    "block": KEPT("routes"),
 }
 
 
@@ -464,9 +511,10 @@ def forward_by_layer(
     angles: dict[str, Angles] | None = None,
     sequences: AttentionMeta | None = None,
     states: Sequence[Any] | None = None,
-) -> tuple[jax.Array, list]:
-    """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
-    layer keeps.
+    routes_LBTk: jax.Array | None = None,
+) -> tuple[jax.Array, list, Routed | None]:
+    """Hidden states [B, T, D] of tokens at these positions, after the final norm; what each layer
+    keeps; and where tokens were routed, as `forward_and_routes` has it.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
     layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:
@@ -480,6 +528,7 @@ def forward_by_layer(
         per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
     # no loop over layers: each has a cache of its own, and may be of another shape
     by_layer = []
+    routed_by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
             products,
@@ -489,10 +538,13 @@ def forward_by_layer(
             sequences,
             None if states is None else states[layer],
             None if per_layer_LBTP is None else per_layer_LBTP[layer],
+            None if routes_LBTk is None else routes_LBTk[layer],
         )
-        x_BTD, kept_of_layer = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
+        x_BTD, kept_of_layer, routed = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
         by_layer.append(kept_of_layer)
-    return norm(x_BTD, params["final_norm"], cfg), by_layer
+        routed_by_layer.append(routed)
+    routed = jax.tree.map(lambda *xs: jnp.stack(xs), *routed_by_layer)
+    return norm(x_BTD, params["final_norm"], cfg), by_layer, routed
 
 
 # ---- embedding and logits
@@ -638,9 +690,9 @@ def block(
     cfg: Architecture,
     mix: Callable[..., tuple[jax.Array, Any]],
     around: Surroundings,
-) -> tuple[jax.Array, Any]:
-    """The hidden states after one layer, [B, T, D], and what its kind keeps. mix: of its
-    LayerKind."""
+) -> tuple[jax.Array, Any, Routed | None]:
+    """The hidden states after one layer, [B, T, D], what its kind keeps, and where its experts had
+    tokens from. mix: of its LayerKind."""
     # Attention, or what is in its place.
     normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
     # With sequence parallelism the tokens are gathered here, and their gradient is scattered.
@@ -654,9 +706,16 @@ def block(
     # Feed-forward.
     normed_BTD = norm(x_BTD, w["mlp_norm"], cfg) if cfg.pre_norms else x_BTD
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
-    hidden_BTF = around.products.gated(normed_BTD, w, cfg.activation)
-    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    fed_BTD = constrain(around.products.down(hidden_BTF, w), *_RESIDUAL)
+    routed = None
+    if cfg.experts is None:
+        fed_BTD = dense_feed_forward(normed_BTD, w, cfg, around.products)
+    else:
+        sequences = around.sequences
+        is_token_BT = None if sequences is None else sequences.segments > 0
+        read_BTD = move(x_BTD, _RESIDUAL, _LAYER_INPUT)
+        given = (normed_BTD, w, cfg, around.products, around.routes, is_token_BT)
+        fed_BTD, routed = feed_forward(read_BTD, *given)
+    fed_BTD = constrain(fed_BTD, *_RESIDUAL)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
@@ -671,7 +730,7 @@ def block(
     if cfg.layer_scalar:
         scalar = wide(jax.lax.stop_gradient(w["layer_scalar"]))
         x_BTD = stored(wide(x_BTD) * scalar, x_BTD.dtype)
-    return around.products.after_layer(x_BTD), extra
+    return around.products.after_layer(x_BTD), extra, routed
 
 
 def attention_part(
@@ -723,14 +782,20 @@ def attention_part(
     q_BTNH = checkpoint_name(q_BTNH, "q")
     kv = [checkpoint_name(x, name) for x, name in zip(kv, "kv")]
 
-    out_BTNH, extra = around.attend_fn(q_BTNH, *kv)
+    sinks = {"sinks_N": w["sinks"]} if cfg.attn_sinks else {}
+    out_BTNH, extra = around.attend_fn(q_BTNH, *kv, **sinks)
     out_BTNH = checkpoint_name(
         constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
     )
     if gate_BTNH is not None:
         opened = wide(out_BTNH) * jax.nn.sigmoid(wide(gate_BTNH))
         out_BTNH = stored(opened, out_BTNH.dtype)
-    return products.out(out_BTNH, w), extra
+    out_BTD = products.out(out_BTNH, w)
+    if cfg.out_bias:
+        # repeated and then rounded, as the biases of queries are
+        o_bias = jnp.broadcast_to(w["o_bias"], out_BTD.shape)
+        out_BTD = added(out_BTD, stored(o_bias, out_BTD.dtype))
+    return out_BTD, extra
 
 
 # Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated
@@ -749,23 +814,6 @@ LAYER_KINDS = {
 def is_local(kind: str) -> bool:
     """Whether layers of this kind see a window of tokens."""
     return kind.removesuffix(READER) == "local"
-
-
-def norm(
-    x: jax.Array,
-    scale: jax.Array | None,
-    cfg: Architecture,
-) -> jax.Array:
-    """RMS norm over the last dim, times the scale (1 + scale for Gemma 2 and 3), if there is
-    one."""
-    x_wide = wide(x)
-    mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
-    normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
-    if scale is None:
-        return stored(normed, x.dtype)
-    # as Gemma computes it: 1 + scale would be rounded in bfloat16
-    scale = scale.astype(x_wide.dtype)
-    return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
 def _norm_heads(x_BTNH: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:

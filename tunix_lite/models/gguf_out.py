@@ -13,7 +13,7 @@ from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params
 from tunix_lite.models import gguf_metadata, hf
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import Family
+from tunix_lite.models.family import Family
 from tunix_lite.models.gguf_file import import_gguf, open_gguf
 from tunix_lite.models.gguf_tensors import (
     gguf_names,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.basics.plain_text import escaped
-from tunix_lite.models.families import TOP_NAMES, Family
+from tunix_lite.models.family import TOP_NAMES, Family
 from tunix_lite.models.gguf_file import GgufTensor, import_gguf, open_gguf
 from tunix_lite.models.gguf_metadata import ROPE_DIVISORS, small_object
 

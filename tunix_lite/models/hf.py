@@ -5,6 +5,7 @@ devices."""
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +25,10 @@ from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import TOP_NAMES, Family
+from tunix_lite.models.family import FUSED_EXPERTS, PER_EXPERT, TOP_NAMES, Family
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_tensors import GgufTensors
+from tunix_lite.models.mxfp4 import BLOCK, dequantised
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import (
     Leaf,
@@ -45,6 +47,8 @@ INDEX = "model.safetensors.index.json"
 SCORES = (TOP_NAMES["score"], TOP_NAMES["score_bias"])
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+# In the name of a tensor of one expert.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 # At most, of one file that we write.
 _SHARD_BYTES = 5_000_000_000
 # Modules of a layer whose keys and values are those of another one, which files may have.
@@ -109,6 +113,28 @@ class Tensors:
             raise ValueError(
                 f"{folder}: the index says that {escaped(name)} is in {file}, and it is not"
             )
+        if family is not None and "mxfp4" in family.quantised:
+            for name in [name for name in self._entries if name.endswith("_blocks")]:
+                self._join(name.removesuffix("_blocks"))
+
+    def _join(self, name: str) -> None:
+        """Makes one entry of the blocks and the scales of a tensor, as it is without them."""
+        blocks = self._entries.pop(f"{name}_blocks")
+        scales = self._entries.pop(f"{name}_scales", None)
+        held = [(x.shape, x.dtype) for x in (blocks, scales) if x is not None]
+        *dims, _ = blocks.shape
+        wanted = [((*dims, BLOCK // 2), "U8"), (tuple(dims), "U8")]
+        if held != wanted or len(dims) != 3:
+            raise ValueError(
+                f"{self.folder}: {escaped(name)} is no MXFP4: its _blocks should be [experts, "
+                f"outputs, blocks, {BLOCK // 2}] in U8, its _scales the same without the last dim, "
+                f"and there is {held}"
+            )
+        experts, outputs, groups = dims
+        if name in self._entries:
+            raise ValueError(f"{self.folder}: {escaped(name)} is there plain and as MXFP4")
+        shape = (experts, groups * BLOCK, outputs)
+        self._entries[name] = _Entry(blocks.file, name, shape, "BF16", (blocks, scales))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -132,8 +158,27 @@ class Tensors:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Part of a tensor. The file is open for this alone, so that its pages leave the memory."""
         entry = self._entries[name]
-        with safe_open(str(entry.file), framework="np") as opened:
-            return opened.get_slice(entry.name)[index]
+        if not entry.packed:
+            with safe_open(str(entry.file), framework="np") as opened:
+                return opened.get_slice(entry.name)[index]
+
+        # The blocks that hold these inputs.
+        experts, inputs, outputs = index
+        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
+        parts = []
+        for packed in entry.packed:
+            with safe_open(str(packed.file), framework="np") as opened:
+                parts.append(opened.get_slice(packed.name)[experts, outputs, first:last])
+        values = dequantised(*parts)[..., inputs.start - first * BLOCK :]
+        return values[..., : inputs.stop - inputs.start].swapaxes(1, 2)
+
+
+def as_stored(family: Family, tensors: Tensors | GgufTensors) -> Family:
+    """The family with the names of experts that these tensors have: transformers writes Qwen 3.5
+    MoE with a tensor for each expert, and it is published with those of a layer in one."""
+    if any(_EXPERT.search(name) for name in tensors):
+        return replace(family, names=family.names | PER_EXPERT)
+    return family
 
 
 def open_tensors(model: str | Path, family: Family) -> Tensors | GgufTensors:
@@ -150,6 +195,7 @@ class _Entry:
     name: str  # name in the file
     shape: tuple[int, ...]
     dtype: str
+    packed: tuple["_Entry", ...] = ()  # blocks and scales of MXFP4, which it is made of
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -187,14 +233,18 @@ def hf_names(
     cfg: Architecture,
     family: Family,
 ) -> list[str]:
-    """The names on disk of the weight at this path: one, or one per layer."""
+    """The names on disk of the weight at this path: one, or one per layer, or one per expert of
+    each layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
     # layers/q, or layers/<stack>/q: kinds may name the same weight differently
     *stack, name = path.removeprefix("layers/").split("/")
     of_kind = family.names.get("/".join([*stack, name])) or family.names[name]
     numbers = enumerate(decoder.stack_of_layers(cfg))
-    return [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
+    names = [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
+    if ".*." not in of_kind:
+        return names
+    return [x.replace("*", str(expert)) for x in names for expert in range(cfg.experts.count)]
 
 
 @dataclass(frozen=True)
@@ -203,8 +253,9 @@ class _Part:
     tensor."""
 
     path: str
-    layer: int | None  # in its stack; None: the weight is no stack
-    weight: Weight  # of one layer
+    # place in the leaf: the number of the layer in its stack, and of the expert if it has a tensor
+    place: tuple[int, ...]
+    weight: Weight  # of one layer, or of one expert
     rows: slice
 
 
@@ -214,30 +265,63 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
         for i, name in enumerate(hf_names(path, cfg, family)):
+            place, of_name = ((i,) if weight.is_stacked else ()), one
+            if _EXPERT.search(name):
+                place, of_name = divmod(i, cfg.experts.count), of_one_expert(one)
             # parts come in the order of the table, which is that of the rows on disk
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
-            rows = slice(first, first + hf_shape(one)[0])
-            before.append(_Part(path, i if weight.is_stacked else None, one, rows))
+            rows = slice(first, first + hf_shape(of_one_expert(of_name))[0])
+            before.append(_Part(path, place, of_name, rows))
+    if not family.by_turns:
+        return parts
+    # gate and up have every other row
+    for name, both in parts.items():
+        turns = [slice(i, both[-1].rows.stop, len(both)) for i in range(len(both))]
+        parts[name] = [replace(part, rows=rows) for part, rows in zip(both, turns)]
     return parts
+
+
+def is_of_experts(weight: Weight) -> bool:
+    """Whether a weight of one layer has a matrix or a bias for each expert."""
+    return weight.axes[0] == "experts" and len(weight.axes) > 1
+
+
+def of_one_expert(weight: Weight) -> Weight:
+    """The matrix or bias of one expert of such a weight; another weight is returned unchanged."""
+    if not is_of_experts(weight):
+        return weight
+    shape, axes = weight.shape[1:], weight.axes[1:]
+    return replace(weight, shape=shape, axes=axes, inputs=len(axes) - 1)
 
 
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
     """Every tensor of the model, by its name on disk; several weights in one count as one."""
     whole = {}
     for name, parts in hf_parts(cfg, family).items():
-        whole[name] = parts[0].weight
+        weight = parts[0].weight
         if len(parts) > 1:
-            shape = (hf_shape(parts[0].weight)[1], parts[-1].rows.stop)
-            whole[name] = Weight(shape, parts[0].weight.axes[:2])
+            # experts, if they are a dim of it, and inputs, if it is no bias
+            others = (
+                weight.shape[: is_of_experts(weight)] + hf_shape(of_one_expert(weight))[1:]
+            )
+            shape = (*others, parts[-1].rows.stop)
+            weight = Weight(shape, weight.axes[: len(shape)])
+        if family.by_turns and is_of_experts(weight) and len(weight.shape) == 3:
+            experts, inputs, outputs = weight.shape
+            weight = replace(weight, shape=(experts, outputs, inputs))
+        whole[name] = weight
     return whole
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
     """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
-    [outputs, 1, taps]; the head of a reward model [1, D]."""
+    [outputs, 1, taps]; of experts in one tensor, the same for each of them; the head of a reward
+    model [1, D]."""
     if weight.axes == ("embed",):
         return 1, *weight.shape
+    if is_of_experts(weight):
+        return weight.shape[0], *hf_shape(of_one_expert(weight))
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
@@ -309,6 +393,27 @@ def _read_slice(
     return tensors.read(name, index).reshape(shape)
 
 
+@dataclass(frozen=True)
+class _OfExpert:
+    """Some rows of one expert, in a tensor with all of a layer, as if they were a tensor."""
+
+    tensors: Tensors
+    number: int
+    rows: slice
+    by_turns: bool  # as in Family
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Part of the matrix [outputs, inputs], or of the bias."""
+        outputs, *inputs = index
+        first, step = self.rows.start, self.rows.step or 1
+        # all rows between are read: a file has no slices with steps
+        rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
+        dims = [*inputs, rows] if self.by_turns else [rows, *inputs]
+        one = slice(self.number, self.number + 1)
+        part = self.tensors.read(name, (one, *dims))[0]
+        return (part.T if self.by_turns else part)[::step]
+
+
 # ---- in
 
 
@@ -320,6 +425,7 @@ def check_weights(
     """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
     dtype."""
     tensors = open_tensors(folder, family)
+    family = as_stored(family, tensors)
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
 
@@ -390,10 +496,11 @@ def load_params(
     """
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
+    family = as_stored(family, tensors)
     plain = flatten(decoder.weights(cfg))
     parts = hf_parts(cfg, family)
     num_bytes = {name: tensors.num_bytes(name) for name in parts if name in tensors}
-    first_rows = {(x.path, name): x.rows.start for name in parts for x in parts[name]}
+    rows_of = {(x.path, name): x.rows for name in parts for x in parts[name]}
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -412,24 +519,29 @@ def load_params(
                 )
 
             stack = jax.jit(make, out_shardings=shardings(leaf))()
-        for i, name in enumerate(hf_names(path, cfg, family)):
+        all_names = hf_names(path, cfg, family)
+        # of each layer, one or those of its experts
+        count = cfg.experts.count if _EXPERT.search(all_names[0]) else 1
+        for i in range(len(all_names) // count):
+            names = all_names[i * count : (i + 1) * count]
             # a folder may hold the table of a tied model twice
             head = TOP_NAMES["head"]
-            is_twice = cfg.tied and name == TOP_NAMES["embed"] and head in tensors
-            first = first_rows[path, name]
+            is_twice = cfg.tied and names == [TOP_NAMES["embed"]] and head in tensors
+            copy = head if is_twice else None
+            rows = rows_of[path, names[0]]
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, name, unstacked(weight), head if is_twice else None, first),
+                _piece(tensors, names, unstacked(weight), copy, rows, family.by_turns),
                 jnp.int32(i),
                 leaf,
-                weight.inputs,
+                unstacked(weight).num_counted + weight.inputs,
                 to,
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
             # A tensor of several weights counts once.
-            num_read += num_bytes[name] if first == 0 else 0
+            num_read += sum(num_bytes[name] for name in names) if rows.start == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -437,20 +549,36 @@ def load_params(
 
 
 def _piece(
-    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None, first_row: int
+    tensors: Tensors | GgufTensors,
+    names: list[str],
+    weight: Weight,
+    copy: str | None,
+    rows: slice,
+    by_turns: bool,
 ) -> jax.Array:
-    """One tensor, or its rows from `first_row` on, on the mesh in its stored dtype; compared with
-    its copy."""
+    """These rows of one tensor, or the tensors of all experts of a layer, on the mesh in the stored
+    dtype; compared with a copy. by_turns: as in Family."""
     read = {}
+
+    def experts(index: tuple[slice, ...]) -> np.ndarray:
+        one = of_one_expert(weight)
+        numbers = range(*index[0].indices(weight.shape[0]))
+        if _EXPERT.search(names[0]):
+            return np.stack([_read_slice(tensors, names[n], one, index[1:]) for n in numbers])
+        views = (_OfExpert(tensors, n, rows, by_turns) for n in numbers)
+        return np.stack([_read_slice(view, names[0], one, index[1:]) for view in views])
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         # devices that hold the same part ask for it one after the other
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
-            read[key] = _read_slice(tensors, name, weight, index, first_row)
+            if is_of_experts(weight):
+                read[key] = experts(index)
+            else:
+                read[key] = _read_slice(tensors, names[0], weight, index, rows.start)
             if copy is not None:
-                _check_copy(tensors, name, copy, weight.shape, index)
+                _check_copy(tensors, names[0], copy, weight.shape, index)
         return read[key]
 
     piece = jax.make_array_from_callback(
@@ -555,17 +683,29 @@ def tensors_of(
     leaves = flatten(params)
     parts_of = hf_parts(cfg, family)
 
-    def values(part: _Part, dtype: str) -> np.ndarray:
-        leaf = leaves[part.path]
-        if part.layer is not None:
-            leaf = jax.tree.map(lambda x: x[part.layer], leaf)
+    def values(path: str, place: tuple[int, ...], weight: Weight, dtype: str) -> np.ndarray:
+        if is_of_experts(weight):
+            one = of_one_expert(weight)
+            numbers = range(weight.shape[0])
+            return np.stack([values(path, (*place, n), one, dtype) for n in numbers])
+        leaf = jax.tree.map(lambda x: x[place], leaves[path])
         # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, part.weight.inputs, jnp.float32)
-        return to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
+        value = dense(leaf, weight.inputs, jnp.float32)
+        return to_hf(np.asarray(value.astype(DTYPES[dtype])), weight)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        rows = [values(part, dtype) for part in parts_of[name]]
-        return np.ascontiguousarray(np.concatenate(rows) if rows[1:] else rows[0])
+        parts = parts_of[name]
+        rows = [values(part.path, part.place, part.weight, dtype) for part in parts]
+        # the dim of the rows
+        dim = int(is_of_experts(parts[0].weight))
+        step = parts[0].rows.step or 1
+        if step > 1:
+            whole = np.stack(rows, axis=dim + 1).reshape(len(rows[0]), -1, *rows[0].shape[2:])
+        else:
+            whole = np.concatenate(rows, axis=dim) if rows[1:] else rows[0]
+        if family.by_turns and dim and whole.ndim == 3:
+            whole = whole.swapaxes(1, 2)
+        return np.ascontiguousarray(whole)
 
     return tensor
 
@@ -612,7 +752,15 @@ def write_shards(
 def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     """The dtype of each tensor of `folder`, which `save_params` takes to write the same."""
     tensors = open_tensors(folder, family)
-    return {name: tensors.dtype(name) for name in tensors}
+    dtypes = {name: tensors.dtype(name) for name in tensors}
+    if as_stored(family, tensors).names == family.names:
+        return dtypes
+    # each expert has a tensor there, and is written into that of its layer
+    in_one = {one.replace("*", "0"): FUSED_EXPERTS[name] for name, one in PER_EXPERT.items()}
+    for name in [name for name in dtypes if name.endswith(tuple(in_one))]:
+        layer, expert = name.split(".mlp.")
+        dtypes[f"{layer}.{in_one[f'mlp.{expert}']}"] = dtypes[name]
+    return dtypes
 
 
 # ---- other files of this kind

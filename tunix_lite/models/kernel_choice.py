@@ -38,7 +38,15 @@ def check_fused(
     # The shape of the model.
     has_growth = cfg.yarn is not None and cfg.yarn.query_growth
     has_others = cfg.attn_gate or cfg.qk_norm_whole or has_growth
-    has_others = has_others or cfg.value_norm or cfg.per_layer_dim or cfg.layer_scalar
+    has_others = (
+        has_others
+        or cfg.experts is not None
+        or cfg.out_bias
+        or cfg.attn_sinks
+        or cfg.value_norm
+        or cfg.per_layer_dim
+        or cfg.layer_scalar
+    )
     is_plain = cfg.rope_share == 1 and decoder.stack_of_layers(cfg)[0] is None
     is_plain = is_plain and not has_others
     attends = (

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,11 +43,17 @@ def per_layer_params(
     def cast(leaf: Leaf) -> Leaf:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
-    tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
+    by_number = by_layer(params, cfg, lambda w, i: w[i])
+    tree = jax.tree.map(cast, by_number, is_leaf=is_quantized)
+    for kind, w, whole in zip(cfg.kinds_of_weights, tree["layers"], by_number["layers"]):
+        w |= {name: whole[name] for name, x in layer_weights(cfg, kind).items() if x.is_exact}
     if on_cpu:
         for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
             # One product in place of three, which costs a CPU the most where it has few rows.
-            w |= {name: dense(x, 1, dtype) for name, x in w.items() if isinstance(x, Lora)}
+            merge = partial(dense, inputs=1, dtype=dtype)
+            for name, one in layer_weights(cfg, kind).items():
+                if isinstance(w[name], Lora):
+                    w[name] = (jax.vmap(merge) if one.num_counted else merge)(w[name])
             matrices = _matrices(cfg, kind)
             if _are_joined(cfg, kind):
                 w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
@@ -60,7 +67,11 @@ def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
     """The matrices of a layer, q, k and v perhaps joined: how many dims they have, and how many are
     inputs."""
     declared = layer_weights(cfg, kind)
-    matrices = {name: (len(w.shape), w.inputs) for name, w in declared.items() if w.inputs}
+    matrices = {
+        name: (len(w.shape), w.inputs)
+        for name, w in declared.items()
+        if w.inputs and not w.num_counted and not w.is_exact
+    }
     if _are_joined(cfg, kind):
         matrices["qkv"], *_ = [matrices.pop(name) for name in "qkv"]
     return matrices

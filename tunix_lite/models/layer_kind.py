@@ -27,7 +27,7 @@ class Surroundings:
     products: Any
     angles: Angles
     # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps); of q alone where
-    # the layer reads the keys and values of another one
+    # the layer reads the keys and values of another one; with sinks_N where the layer has some
     attend_fn: Callable[..., tuple[jax.Array, Any]]
     # True: attend_fn norms and turns queries and keys, and gets the weights and the angles, too
     attend_norms: bool = False
@@ -37,6 +37,8 @@ class Surroundings:
     state: Any = None
     # the layer's own input of the tokens, [B, T, per_layer_dim], if it has one
     per_layer: jax.Array | None = None
+    # the experts of the tokens, [B, T, k]; -1: those that the router chooses
+    routes: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.families import Family
+from tunix_lite.models.family import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put
@@ -219,8 +219,7 @@ def to_tensors(
             columns = slice(i * lora.rank, (i + 1) * lora.rank)
             for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
                 path = f"{part.path}/{side}"
-                one = values[path] if part.layer is None else values[path][part.layer]
-                place[:] = hf.to_hf(one, unstacked(pairs[path]))
+                place[:] = hf.to_hf(values[path][part.place], unstacked(pairs[path]))
         tensors |= {_side(name, "a"): a, _side(name, "b"): b}
     return tensors
 

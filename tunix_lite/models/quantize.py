@@ -48,7 +48,7 @@ def stored_table(table: Table, storage: str) -> Table:
             return replace(w, dtype=STORAGE[storage])
 
         # One scale for each block of the last input dim: the largest power of two that divides it.
-        dim = w.inputs - 1 + w.is_stacked
+        dim = w.inputs - 1 + w.num_counted
         block = min(w.shape[dim] & -w.shape[dim], BLOCKS[storage])
         shape = (*w.shape[:dim], w.shape[dim] // block, *w.shape[dim + 1 :])
         axes = scales_axes(w)
@@ -87,7 +87,7 @@ def init_stored(
             return value.astype(leaf.dtype)
         # scales are of one layer's weight, so a stack is packed layer by layer
         like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
-        one = partial(quantize, like=like, inputs=w.inputs)
+        one = partial(quantize, like=like, inputs=unstacked(w).num_counted + w.inputs)
         return jax.vmap(one)(value) if w.is_stacked else one(value)
 
     def packed(params: Params) -> Params:
@@ -107,7 +107,8 @@ def quantize(
     like: Leaf,
     inputs: int,
 ) -> Leaf:
-    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`."""
+    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`. inputs: with
+    the dim of experts, if there is one."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
     # In a block of zeros there is nothing to divide by.

@@ -19,7 +19,7 @@ from tunix_lite.basics.untrusted import as_path, read_text
 from tunix_lite.models import decoder, families, hf, hub, peft, sizes, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
-from tunix_lite.models.families import Family
+from tunix_lite.models.family import Family
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.lora import (

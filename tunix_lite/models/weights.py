@@ -69,12 +69,18 @@ class Weight:
     dtype: DTypeLike = jnp.float32
     # of each head, the widths of parts that a file has one after the other, each of all heads
     parts: tuple[int, ...] = ()
-    is_exact: bool = False  # True: it stays float32 in a frozen base, too
+    # True: it stays float32 in a frozen base and in what is computed with, too
+    is_exact: bool = False
 
     @property
     def is_stacked(self) -> bool:
         """True if the first dim counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def num_counted(self) -> int:
+        """Leading dims that count layers or experts."""
+        return sum(axis in ("layers", "experts") for axis in self.axes)
 
 
 def is_weight(leaf: object) -> bool:
@@ -304,11 +310,15 @@ def for_compute(
     if leaf.ndim == 1:
         # Norms compute in float32 anyway, and are too small for a gather.
         return leaf
-    if jnp.finfo(reduce_dtype).bits <= jnp.finfo(dtype).bits:
+    if weight.is_exact:
+        return gather(leaf, weight.axes)
+    has_more_bits = jnp.finfo(reduce_dtype).bits > jnp.finfo(dtype).bits
+    if not has_more_bits and "experts" not in weight.axes:
         return gather(stored(leaf, dtype), weight.axes)
 
-    # The gradient has more bits than the computation.
-    master = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
+    # The gradient has more bits than the computation, or is that of experts (models/grouped.py).
+    sum_dtype = jnp.promote_types(leaf.dtype, reduce_dtype)
+    master = leaf.astype(sum_dtype) if has_more_bits else stored(leaf, dtype)
     if not weight.inputs:
         # A bias, which is rounded where it is added (decoder.attention_part).
         return gather(master, weight.axes)
@@ -355,19 +365,23 @@ def adapter_pair(
     rank: int,
     init: Initializer = zeros,
 ) -> tuple[Weight, Weight]:
-    """The a [*inputs, R] and b [R, *outputs] of an adapter of one layer's weight. init: of a."""
-    a = Weight(
-        (*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs
-    )
+    """The a [*inputs, R] and b [R, *outputs] of an adapter of one layer's weight. init: of a. Where
+    the weight has experts, so have a and b, in their first dim."""
+    first = w.num_counted
+    end = first + w.inputs
+    a = Weight((*w.shape[:end], rank), (*w.axes[:end], "rank"), init, inputs=w.inputs)
     b = Weight(
-        (rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros, parts=w.parts
+        (*w.shape[:first], rank, *w.shape[end:]),
+        (*w.axes[:first], "rank", *w.axes[end:]),
+        zeros,
+        parts=w.parts,
     )
     return a, b
 
 
 def scales_axes(w: Weight) -> tuple[str, ...]:
     """The axes of a quantised weight's scales: the last input dim counts blocks."""
-    dim = w.inputs - 1 + w.is_stacked
+    dim = w.inputs - 1 + w.num_counted
     return (*w.axes[:dim], f"{w.axes[dim]}_blocks", *w.axes[dim + 1 :])
 
 
@@ -446,9 +460,15 @@ def _creator(w: Weight, out_sharding: NamedSharding) -> Callable[[jax.Array], ja
     """key -> the weight. Cached, so that weights which are alike compile once."""
 
     def create(key: jax.Array) -> jax.Array:
-        if not w.is_stacked:
+        first = w.num_counted
+        if not first:
             return w.init(key, w.shape, w.dtype)
-        keys = jax.random.split(key, w.shape[0])
-        return jax.vmap(lambda k: w.init(k, w.shape[1:], w.dtype))(keys)
+
+        def make(key: jax.Array) -> jax.Array:
+            return w.init(key, w.shape[first:], w.dtype)
+
+        for _ in range(first):
+            make = jax.vmap(make)
+        return make(jax.random.split(key, w.shape[:first]))
 
     return jax.jit(create, out_shardings=out_sharding)

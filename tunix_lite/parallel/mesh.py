@@ -44,6 +44,9 @@ RULES: dict[str, str | None] = {
     "layers": None,
     # tokens of a short convolution
     "taps": None,
+    # the experts of a layer, and what its router gives for each
+    "experts": None,
+    "router": None,
     # what each layer has of its own for each token (Gemma 4)
     "per_layer": None,
     # a norm's scale is too small to be worth a gather

@@ -181,7 +181,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs, layered = made()
         block, width, num_prompts = resolved.sampling_memory.prompt_cache
         waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
-        inputs = (layered, _of_shape(block, width), _of_shape(block), row)
+        routes = programs.spec.no_routes(block, width)
+        inputs = (layered, _of_shape(block, width), _of_shape(block), row, routes)
         return programs.prefill.lower(_at_home(waiting, "prompts"), *inputs)
 
     def decode() -> jax.stages.Lowered:
@@ -195,7 +196,9 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         # The widest piece of an answer, or of a completion that is read again after an update.
         longest = [0] * APPEND_WIDTHS[-1]
         call = append_calls({0: (longest, 1)}, resolved.slots)[0]
-        return made()[0].append.lower(slots(), made()[1], *call)
+        programs, layered = made()
+        routes = programs.spec.no_routes(*call[1].shape)
+        return programs.append.lower(slots(), layered, *call, routes)
 
     def rewind() -> jax.stages.Lowered:
         return made()[0].rewind.lower(slots(), _of_shape(resolved.slots))
@@ -229,6 +232,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         holds=resolved.converses,
         on_cpu=mesh.devices.flat[0].platform == "cpu",
         fused=run.rollout.is_fused,
+        records_routes=run.rollout.replay_routes and resolved.cfg.experts is not None,
     )
     if resolved.converses:
         chunk = longest_chunk(spec) if run.generation.stop else spec.chunk

@@ -235,7 +235,8 @@ class ConversationScheduler:
             most = min(room, self.partner.max_turn_tokens or room)
             new[talk.slot] = (tokens, talk.num_sampled + most)
             self.num_appended += len(tokens)
-        self.engine.append(new)
+        for slot, pieces in self.engine.append(new).items():
+            self.by_slot[slot].request.routes += pieces
 
     # ---- decoding
 

@@ -24,7 +24,14 @@ from tunix_lite.rollout.programs import (
     Slots,
     no_draws,
 )
-from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
+from tunix_lite.rollout.requests import (
+    Request,
+    RoutePiece,
+    StopCriteria,
+    joined,
+    not_finite,
+    stop_end,
+)
 from tunix_lite.rollout.settings import GenerationConfig
 
 # Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
@@ -184,40 +191,59 @@ class Engine:
             len(ends) == self.cache_blocks and ends[0] > self.num_taken
         ):
             first_row = self.num_blocks % self.cache_blocks * self.block_sizes[-1]
+            first_number = self.num_ready
             block = self._next_block(first_row)
             if not block:
                 return
             # Rows that the block does not fill hold one token, so that no sequence is empty.
             count = min(size for size in self.block_sizes if size >= len(block))
-            width = padded_width(len(max(block, key=len)), self.widths)
+            width = padded_width(max(len(request.ids) for request in block), self.widths)
             tokens = np.zeros((count, width), np.int32)
             lengths = np.ones(count, np.int32)
-            for i, ids in enumerate(block):
-                tokens[i, : len(ids)] = ids
-                lengths[i] = len(ids)
-            self.prompt_cache = self.programs.prefill(
-                self.prompt_cache, self.per_layer_params, tokens, lengths, np.int32(first_row)
+            for i, request in enumerate(block):
+                lengths[i] = len(request.ids)
+                tokens[i, : lengths[i]] = request.ids
+            routes = self.programs.spec.no_routes(count, width)
+            for i, request in enumerate(block):
+                if request.prompt_routes is not None:
+                    routes[i, : lengths[i]] = joined([request.prompt_routes])
+            self.prompt_cache, routes = self.programs.prefill(
+                self.prompt_cache,
+                self.per_layer_params,
+                tokens,
+                lengths,
+                np.int32(first_row),
+                routes,
             )
+            if routes is not None:
+                routes.copy_to_host_async()
+                for number in range(first_number, self.num_ready):
+                    request = self.requests[number]
+                    row = self.queue.rows[number % len(self.queue.rows)] - first_row
+                    piece = (routes, np.s_[row, : len(request.ids)])
+                    request.prompt_routes = request.prompt_routes or piece
             self.num_blocks += 1
             ends.append(self.num_ready)
-            self.prefill_tokens += sum(map(len, block))
+            self.prefill_tokens += sum(len(request.ids) for request in block)
 
-    def _next_block(self, first_row: int) -> list[Sequence[int]]:
-        """Gives the next requests a number and a place in the queue. Returns their prompts, each
-        once."""
+    def _next_block(self, first_row: int) -> list[Request]:
+        """Gives the next requests a number and a place in the queue. Returns the first one of each
+        prompt."""
         # A block holds prompts of one width. So the width to which a prompt is padded depends on
         # its length alone, and the rounding of its keys and values does, too.
-        block: list[Sequence[int]] = []
+        block: list[Request] = []
         queue = self.queue
         while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
             request = self.waiting[0]
             # Those of one prompt stand side by side, so the last one is enough to compare.
-            if not block or request.ids != block[-1]:
-                prompts = (request.ids, *block[:1])
-                widths = {padded_width(len(ids), self.widths) for ids in prompts}
+            last = block[-1] if block else None
+            is_other = last is None or request.ids != last.ids
+            if is_other or request.prompt_routes is not last.prompt_routes:
+                both = (request, *block[:1])
+                widths = {padded_width(len(one.ids), self.widths) for one in both}
                 if len(widths) > 1 or len(block) == self.block_sizes[-1]:
                     break
-                block.append(request.ids)
+                block.append(request)
             self.waiting.popleft()
             request.number = self.num_ready
             request.first_chunk = None if request.tokens else 0
@@ -239,10 +265,29 @@ class Engine:
 
     # ---- slots
 
-    def append(self, new: Appended) -> None:
-        """Reads tokens into slots, which decode on from there."""
+    def append(
+        self, new: Appended, known: dict[int, np.ndarray] | None = None
+    ) -> dict[int, list[RoutePiece]]:
+        """Reads tokens into slots, which decode on from there. known: the routes of tokens that
+        were read before, by slot. Returns those of all tokens; {}: none are recorded."""
+        pieces: dict[int, list[RoutePiece]] = {}
+        num_read = dict.fromkeys(new, 0)
         for call in append_calls(new, self.num_slots):
-            self.slots = self.programs.append(self.slots, self.per_layer_params, *call)
+            rows, tokens, counts, _ = call
+            routes = self.programs.spec.no_routes(*tokens.shape)
+            places = np.flatnonzero(counts).tolist() if routes is not None else []
+            for place in places:
+                slot = int(rows[place])
+                first, num_read[slot] = num_read[slot], num_read[slot] + int(counts[place])
+                if known:
+                    routes[place, : counts[place]] = known[slot][first : num_read[slot]]
+            self.slots, routes = self.programs.append(
+                self.slots, self.per_layer_params, *call, routes
+            )
+            for place in places:
+                piece = (routes, np.s_[place, : counts[place]])
+                pieces.setdefault(int(rows[place]), []).append(piece)
+        return pieces
 
     def _read_again(self, taken: dict[int, Request]) -> None:
         """Reads the tokens that requests had before they were admitted."""
@@ -250,7 +295,9 @@ class Engine:
         for request in resumed.values():
             # Chunks that are under way began before these tokens were read, and hold none of it.
             request.first_chunk = self.num_chunks
-        self.append({slot: (list(one.tokens), one.limit) for slot, one in resumed.items()})
+        known = {slot: joined(one.routes) for slot, one in resumed.items() if one.routes}
+        new = {slot: (list(one.tokens), one.limit) for slot, one in resumed.items()}
+        self.append(new, known)
 
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended."""
@@ -384,6 +431,8 @@ class Engine:
         request.logprobs += decoded.logprobs[:count, slot].tolist()
         request.full_logprobs += decoded.full_logprobs[:count, slot].tolist()
         self.tokens_sampled += count
+        if decoded.routes is not None:
+            request.routes.append((decoded.routes, np.s_[:count, slot]))
         most = request.draw.top_logprobs if request.draw is not None else 0
         if most and decoded.top is not None:
             logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)

@@ -230,6 +230,8 @@ def make_sampler(
         per_request=per_request,
         on_cpu=current_platform() == "cpu",
         fused=rollout.is_fused,
+        # a server's requests are not learned from
+        records_routes=rollout.replay_routes and cfg.experts is not None and not per_request,
     )
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     criteria = StopCriteria(ends, generation.stop, tokenizer)
@@ -396,7 +398,9 @@ def compile_rollout(engine: Engine) -> Slots:
     def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
         tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        return results(programs.prefill, prompt_cache, params, tokens, lengths, number)
+        routes = spec.no_routes(block, width)
+        inputs = (params, tokens, lengths, number, routes)
+        return results(programs.prefill, prompt_cache, *inputs)[0]
 
     empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
     prompt_cache = prefilled(empty, engine.widths[0])
@@ -445,5 +449,7 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
     """Compiles what appends tokens to slots. Returns the shapes of the slots after it."""
     for width in APPEND_WIDTHS:
         call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
-        slots = results(engine.programs.append, slots, engine.per_layer_params, *call)
+        routes = engine.programs.spec.no_routes(*call[1].shape)
+        inputs = (engine.per_layer_params, *call, routes)
+        slots = results(engine.programs.append, slots, *inputs)[0]
     return slots

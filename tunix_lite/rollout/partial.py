@@ -2,7 +2,7 @@
 again, prompt and tokens so far, and continues them with the new weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from tunix_lite.rollout.requests import (
     RolloutArrays,
     StopCriteria,
     check_prompts,
+    joined,
     stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
@@ -47,6 +48,10 @@ class OpenCompletion:
     logprobs: tuple[float, ...] = ()
     full_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # updates made before each token was drawn
+    # [P, L * k] of its prompt and [n, L * k] of its tokens: the experts that each took when it was
+    # read first, which every later reading takes, too; None: none are recorded
+    prompt_routes: np.ndarray | None = field(default=None, compare=False)
+    routes: np.ndarray | None = field(default=None, compare=False)
     reason: str | None = None  # one of types.FINISH; None: it has not ended
 
     @property
@@ -69,13 +74,20 @@ class OpenCompletion:
         request.tokens = list(self.tokens)
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)
+        if self.routes is not None:
+            request.routes = [(self.routes, np.s_[:])]
         return request
 
     def after(self, request: Request, version: int) -> "OpenCompletion":
         """The completion as the request has left it; its new tokens are of this version."""
         new = len(request.tokens) - len(self.tokens)
+        routes = {}
+        if request.routes:
+            routes["prompt_routes"] = joined([request.prompt_routes])
+            routes["routes"] = joined(request.routes)
         return replace(
             self,
+            **routes,
             tokens=tuple(request.tokens),
             logprobs=tuple(request.logprobs),
             full_logprobs=tuple(request.full_logprobs),
@@ -141,9 +153,16 @@ class PartialSampler:
         # completion's key is that of a rollout of its step by itself.
         limit = self.generation.max_new_tokens
         ids = {one.group: tuple(map(int, prompts[one.group])) for one in in_order}
+        # A group has one reading of its prompt, also where some of its completions begin later.
+        prompt_routes = {
+            one.group: (one.prompt_routes, np.s_[:])
+            for one in completions
+            if one.prompt_routes is not None
+        }
         requests = []
         for i, one in enumerate(in_order):
             request = one.as_request(ids[one.group], i, limit, self.sampler.criteria)
+            request.prompt_routes = prompt_routes.get(one.group)
             key = jax.random.fold_in(seed_key, one.step)
             request.key_data = np.asarray(jax.random.key_data(key))
             requests.append(request)
@@ -195,6 +214,9 @@ def rollout_of(
         request.tokens = list(one.tokens)
         request.logprobs = list(one.logprobs)
         request.full_logprobs = list(one.full_logprobs)
+        if one.routes is not None:
+            request.prompt_routes = (one.prompt_routes, np.s_[:])
+            request.routes = [(one.routes, np.s_[:])]
         request.reason = one.reason
         # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0
@@ -214,6 +236,11 @@ def completions_of(
     completions = []
     for row, mask in enumerate(np.asarray(rollout.completion_mask)):
         prompt, generation = divmod(row, num_generations)
+        routes = {}
+        if rollout.routes is not None:
+            is_prompt = rollout.token_mask[row] & ~mask
+            routes["prompt_routes"] = rollout.routes[row][is_prompt]
+            routes["routes"] = rollout.routes[row][mask]
         completions.append(
             OpenCompletion(
                 step,
@@ -224,6 +251,7 @@ def completions_of(
                 full_logprobs=tuple(rollout.full_logprobs[row][mask].tolist()),
                 versions=(version,) * int(mask.sum()),
                 reason=FINISH[rollout.finish[row]],
+                **routes,
             )
         )
     return completions

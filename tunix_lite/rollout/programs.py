@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tunix_lite.basics.types import Params
 from tunix_lite.models import attention, decoder, rope, rounding
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.routes import recorded, replayed, route_type
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
 from tunix_lite.parallel.mesh import constrain, use_rules
@@ -55,6 +56,9 @@ class SamplerSpec:
     on_cpu: bool = False
     # whether fused kernels are interpreted, as tests do where there is no GPU
     interpret: bool = False
+    # whether the programs report the experts that each token took, and take those of tokens that
+    # were read before (models/routes.py)
+    records_routes: bool = False
 
     @property
     def max_length(self) -> int:
@@ -69,6 +73,13 @@ class SamplerSpec:
     def num_columns(self, kind: str, length: int) -> int:
         """Columns of a layer of this kind for sequences of up to `length` tokens."""
         return kv_cache.num_columns(self.cfg, kind, length, self.spare_columns)
+
+    def no_routes(self, *shape: int) -> np.ndarray | None:
+        """The routes of so many tokens, none of them recorded yet; None: none ever are."""
+        if not self.records_routes:
+            return None
+        width, dtype = route_type(self.cfg)
+        return np.zeros((*shape, width), dtype)
 
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
@@ -154,6 +165,8 @@ class DecodedChunk:
     # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
     # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
     top: tuple[jax.Array, jax.Array] | None = None
+    # [chunk, B, L * k] the experts that each token took; None: they are not recorded
+    routes: jax.Array | None = None
 
 
 class Programs:
@@ -300,19 +313,22 @@ def prefill(
     tokens_MT: jax.Array,
     lengths_M: jax.Array,
     first_row: jax.Array,
-) -> PromptCache:
-    """Reads M right-padded prompts into the rows of the prompt cache from `first_row` on."""
+    routes_MTK: jax.Array | None = None,
+) -> tuple[PromptCache, jax.Array | None]:
+    """Reads M right-padded prompts into the rows of the prompt cache from `first_row` on. Returns
+    the cache, and the routes of the tokens: those that are given, and else the router's."""
     M, T = tokens_MT.shape
     tokens_MT = constrain(tokens_MT, "batch", "seq")
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
     made = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         made[layer] = kv_BTKH
         k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
         is_local = spec.cfg.kinds[layer] == "local"
-        attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
+        qkv = (q_BTNH, k_BTKH, v_BTKH)
+        attended_BTNH = attention.xla(spec.cfg, is_local, meta, *qkv, **sinks)
         # A layer that reads the keys of another one keeps none of its own.
         if not kv_BTKH:
             return attended_BTNH, None
@@ -320,7 +336,7 @@ def prefill(
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
-    hidden_MTD, new_cache = decoder.forward_by_layer(
+    hidden_MTD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_MT,
@@ -328,6 +344,7 @@ def prefill(
         attend_fn,
         spec.tp_reduce_dtype,
         sequences=meta,
+        routes_LBTk=_replayed_routes(spec, routes_MTK),
     )
 
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
@@ -339,7 +356,18 @@ def prefill(
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
         lengths=put(prompt_cache.lengths, lengths_M),
     )
-    return at_home(filled, "prompts")
+    return at_home(filled, "prompts"), _reported_routes(spec, routed)
+
+
+def _replayed_routes(spec: SamplerSpec, routes_BTK: jax.Array | None) -> jax.Array | None:
+    return None if routes_BTK is None else replayed(routes_BTK, spec.cfg)
+
+
+def _reported_routes(spec: SamplerSpec, routed: Any) -> jax.Array | None:
+    """The routes of tokens that were read, whole on every device; None: nothing is recorded."""
+    if not spec.records_routes:
+        return None
+    return on_every_device(recorded(routed.ids, spec.cfg))
 
 
 # ---- admit
@@ -467,19 +495,20 @@ def decode(
     def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
         angles, noise_BV = ahead
         token_B, *others = draw(slots, noise_BV)
-        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
-        return after, (reported_B, *others)
+        after, *reported = read_drawn(spec, slots, per_layer_params, token_B, angles)
+        return after, (*reported, *others)
 
     ahead = (angles, noise_TBV)
     slots, drawn = jax.lax.scan(step, slots, ahead, length=spec.chunk)
     report = DecodedChunk(
         tokens=drawn[0],
-        logprobs=drawn[1],
-        full_logprobs=drawn[2],
+        routes=drawn[1],
+        logprobs=drawn[2],
+        full_logprobs=drawn[3],
         requests=slots.requests,
         running=slots.running,
         num_taken=slots.num_taken,
-        top=drawn[3] if has_top else None,
+        top=drawn[4] if has_top else None,
     )
     # Each host reads all tokens, and decides from them by itself.
     return slots, jax.tree.map(on_every_device, report)
@@ -491,9 +520,10 @@ def read_drawn(
     per_layer_params: Params,
     token_B: jax.Array,
     angles: dict[str, decoder.Angles] | None,
-) -> tuple[Slots, jax.Array]:
-    """The slots after every running one has read the token drawn for it; and these tokens, -1 for
-    slots that do not run. angles: of the tokens, by kind of layer; None: they are computed here."""
+) -> tuple[Slots, jax.Array, jax.Array | None]:
+    """The slots after every running one has read the token drawn for it; these tokens, -1 for
+    slots that do not run; and their routes, if they are recorded. angles: of the tokens, by kind
+    of layer; None: they are computed here."""
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
     attend_fn = attend_to_cache(spec, slots)
     products = decoder.Products(spec.tp_reduce_dtype)
@@ -504,7 +534,7 @@ def read_drawn(
         products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
 
     # Read the new token: its keys and values join the cache.
-    hidden_B1D, cache = decoder.forward_by_layer(
+    hidden_B1D, cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         token_B[:, None],
@@ -531,7 +561,9 @@ def read_drawn(
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
     )
-    return at_home(after, "batch"), jnp.where(slots.running, token_B, -1)
+    routes_B1K = _reported_routes(spec, routed)
+    routes_BK = None if routes_B1K is None else routes_B1K[:, 0]
+    return at_home(after, "batch"), jnp.where(slots.running, token_B, -1), routes_BK
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
@@ -552,7 +584,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     # the caches after this token
     written = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         if kv_BTKH:
             new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
             # A slot that does not run writes, too: into the column of its next token, which
@@ -561,7 +593,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
-            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales
+            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales, **sinks
         )
         return attended_BTNH, written.get(layer)
 
@@ -613,10 +645,11 @@ def append(
     tokens_RW: jax.Array,
     counts_R: jax.Array,
     limits_R: jax.Array,
-) -> Slots:
+    routes_RWK: jax.Array | None = None,
+) -> tuple[Slots, jax.Array | None]:
     """Appends counts_R tokens to the sequences of slots rows_R, which decode on up to limits_R
     sampled tokens; with limit 0 a slot waits for the rest. A row beyond the slots, or with count 0,
-    is none."""
+    is none. Returns the slots, and the routes of the tokens, as `prefill` does."""
     R, W = tokens_RW.shape
     B = len(slots.lengths)
     is_new_R = counts_R > 0
@@ -642,7 +675,7 @@ def append(
     cache = jax.tree.map(read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     is_token_RW = jnp.arange(W) < counts_R[:, None]
-    hidden_RWD, new_cache = decoder.forward_by_layer(
+    hidden_RWD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         tokens_RW,
@@ -651,6 +684,7 @@ def append(
         spec.tp_reduce_dtype,
         sequences=attention.AttentionMeta(positions_RW, is_token_RW.astype(jnp.int32)),
         states=cache,
+        routes_LBTk=_replayed_routes(spec, routes_RWK),
     )
 
     # The first token of the next turn is drawn from the last of them.
@@ -667,7 +701,7 @@ def append(
         limits=write(slots.limits, limits_R),
         running=write(slots.running, limits_R > 0),
     )
-    return at_home(appended, "batch")
+    return at_home(appended, "batch"), _reported_routes(spec, routed)
 
 
 def attend_to_cache_and_new(
@@ -703,7 +737,7 @@ def attend_to_cache_and_new(
 
     made = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
         if kv_BTKH:
             made[layer] = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
         source = cfg.sources.get(layer, layer)
@@ -717,7 +751,7 @@ def attend_to_cache_and_new(
         for start in range(0, W, length):
             queries = slice(start, start + length)
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
-            pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
+            pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales, **sinks))
         attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
         return attended_BTNH, made.get(layer)
 

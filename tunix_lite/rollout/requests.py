@@ -3,6 +3,7 @@ arguments."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,15 @@ class DrawSettings:
         return is_cut and self.temperature > 0
 
 
+# An array of routes [..., L * k] on the devices or of the host, and the index of the piece in it.
+RoutePiece = tuple[Any, Any]
+
+
+def joined(pieces: Sequence[RoutePiece]) -> np.ndarray:
+    """The routes [n, L * k] of these pieces; those of the devices are copied only here."""
+    return np.concatenate([np.asarray(array)[index] for array, index in pieces])
+
+
 @dataclass(eq=False)
 class Request:
     """A completion that grows from chunk to chunk.
@@ -65,6 +75,9 @@ class Request:
     full_logprobs: list[float] = field(default_factory=list)
     # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    # the routes of its prompt, and of its tokens piece by piece; None, []: none are recorded
+    prompt_routes: "RoutePiece | None" = None
+    routes: "list[RoutePiece]" = field(default_factory=list)
     reason: str | None = None  # one of types.FINISH, once it has ended; error on a server
     number: int = -1  # its number in the engine, once its prompt was read
     # the first chunk that decodes it; None: the tokens that it had before wait to be read
@@ -114,6 +127,8 @@ class RolloutArrays:
     full_logprobs: np.ndarray
     finish: np.ndarray  # [B]
     seconds: np.ndarray  # [B, 2]
+    # by row, the routes of the prompt and of the completion; {}: none are recorded
+    routes: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -136,8 +151,8 @@ class RolloutArrays:
         )
 
     def only(self, row: int) -> "RolloutArrays":
-        """A copy of one row."""
-        arrays = (getattr(self, part.name) for part in fields(self)[1:])
+        """A copy of one row, without routes."""
+        arrays = (getattr(self, part.name) for part in fields(self)[1:-1])
         return RolloutArrays(self.width, *(array[row : row + 1].copy() for array in arrays))
 
     def write_completion(self, row: int, request: Request) -> None:
@@ -148,6 +163,8 @@ class RolloutArrays:
         self.logprobs[here] = request.logprobs
         self.full_logprobs[here] = request.full_logprobs
         self.finish[row] = FINISH.index(request.reason)
+        if request.prompt_routes is not None:
+            self.routes[row] = joined([request.prompt_routes, *request.routes])
         self.seconds[row] = (request.began, request.ended)
 
     def rollout(
@@ -164,6 +181,13 @@ class RolloutArrays:
             begin = self.width - len(prompt)
             self.tokens[rows, begin : self.width] = prompt
             token_mask[rows, begin : self.width] = True
+        routes = None
+        for row, of_row in self.routes.items():
+            if routes is None:
+                routes = np.zeros((*self.tokens.shape, of_row.shape[1]), of_row.dtype)
+            # prompt and completion stand side by side
+            begin = np.flatnonzero(token_mask[row])[0]
+            routes[row, begin : begin + len(of_row)] = of_row
         return Rollout(
             tokens=self.tokens,
             token_mask=token_mask,
@@ -173,6 +197,7 @@ class RolloutArrays:
             full_logprobs=self.full_logprobs,
             seconds=self.seconds,
             metrics=metrics,
+            routes=routes,
         )
 
 

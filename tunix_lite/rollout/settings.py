@@ -129,6 +129,9 @@ class RolloutConfig:
     # What decodes: xla, fused (kernels of our own for attention, products and the draw, on NVIDIA
     # GPUs), or auto, which is xla today.
     kernels: str = "auto"
+    # Models with experts: true records the experts that each sampled token took. Scoring and the
+    # update take the same ones.
+    replay_routes: bool = True
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
     # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"

@@ -21,7 +21,7 @@ from tunix_lite.basics.plain_text import escaped, shown, without_secrets
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
-from tunix_lite.models.families import ONE_SHAPE
+from tunix_lite.models.family import NO_SINKS, ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
@@ -39,15 +39,22 @@ SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
 LATER |= {
     "output": "logits",
+    "experts": None,
     "yarn": None,
     "longrope": None,
     "pre_norms": True,
     "qk_norm_whole": False,
-}
+} | NO_SINKS
+LATER_OF_YARN = {"truncate": True, "in_windows": False}
 # characters of a value in it
 LONGEST = 400
 # settings of a task that may name a data set of the hub, and the split where they name none
 HUB_SETTINGS = {"train": "train", "held_out": "test"}
+
+
+def _without(settings: dict, later: dict) -> dict:
+    """The settings without those of `later` that have its values."""
+    return {k: v for k, v in settings.items() if k not in later or v != later[k]}
 
 
 def fingerprint(
@@ -77,13 +84,12 @@ def fingerprint(
     for reward in task.get("rewards", {}).values():
         if not reward["group"]:
             del reward["group"]
+    architecture = _without(model_settings["architecture"], LATER)
+    if "yarn" in architecture:
+        architecture["yarn"] = _without(architecture["yarn"], LATER_OF_YARN)
     values = {
         "model": {
-            "architecture": {
-                name: value
-                for name, value in model_settings["architecture"].items()
-                if name not in LATER or value != LATER[name]
-            },
+            "architecture": architecture,
             "lora": model_settings["lora"],
         },
         "weights": source.weights_digest(model),

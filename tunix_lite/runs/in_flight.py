@@ -14,6 +14,9 @@ from tunix_lite.rollout.partial import OpenCompletion
 
 # by name, the type of what there is one of per completion, and per token
 OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
+# of completions that have begun, where routes are recorded: tokens of the prompt, and the routes of
+# prompt and tokens one after the other
+OF_ROUTES = {"read", "routes"}
 OF_TOKENS = {
     "tokens": np.int32,
     "versions": np.int32,
@@ -45,15 +48,23 @@ class InFlight:
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
+        # of the prompts, which are read again with them, and of the tokens
+        routed = [one for one in self.completions if one.routes is not None]
+        if routed:
+            columns["read"] = [
+                0 if one.routes is None else len(one.prompt_routes) for one in self.completions
+            ]
+            both = [x for one in routed for x in (one.prompt_routes, one.routes)]
+            columns["routes"] = np.concatenate(both)
         # an empty list would become float64
-        types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS
+        types = dict.fromkeys((*OF_COMPLETIONS, "read"), np.int32) | OF_TOKENS
         return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "InFlight":
         """Rebuilds the object from the arrays of `as_arrays`. Raises ValueError for others."""
         wanted = {"next_step", *OF_COMPLETIONS, *OF_TOKENS}
-        if arrays.keys() != wanted:
+        if arrays.keys() - OF_ROUTES != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
         lengths = arrays["lengths"]
         sizes = dict.fromkeys(OF_COMPLETIONS, lengths.size)
@@ -66,6 +77,7 @@ class InFlight:
             lengths.min() < 0 or not -1 <= reasons.min() <= reasons.max() < 3
         ):
             raise ValueError("lengths and reasons are out of range")
+        routes = _routes(arrays, lengths)
 
         # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
@@ -77,10 +89,31 @@ class InFlight:
                 generation=int(arrays["generations"][i]),
                 reason=None if reasons[i] < 0 else FINISH[reasons[i]],
                 **{name: tuple(values[name][i].tolist()) for name in OF_TOKENS},
+                **routes[i],
             )
             for i in range(lengths.size)
         ]
         return cls(completions, int(arrays["next_step"]))
+
+
+def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """The fields of routes of each completion; {} where none are recorded. Raises ValueError."""
+    if not arrays.keys() & OF_ROUTES:
+        return [{}] * lengths.size
+    read = arrays.get("read", np.zeros(0, int))
+    routes = arrays.get("routes", np.zeros(0))
+    sizes = np.zeros(0, int)
+    if read.shape == lengths.shape and read.min(initial=0) >= 0:
+        sizes = np.stack([read, np.where(read > 0, lengths, 0)], axis=-1).reshape(-1)
+    is_right = routes.ndim == 2 and routes.dtype.kind == "u" and len(routes) == sizes.sum()
+    if not is_right or len(sizes) != 2 * lengths.size:
+        raise ValueError("`routes` and `read` are not those of the tokens")
+    pieces = iter(np.split(routes, np.cumsum(sizes)[:-1]))
+    both = zip(read.tolist(), pieces, pieces)
+    return [
+        {"prompt_routes": prompt, "routes": own} if count else {}
+        for count, prompt, own in both
+    ]
 
 
 # by name, the type of the arrays [B, T] of a rollout of conversations, and of those of its rows
@@ -126,6 +159,8 @@ class ConversationsInFlight:
             "conversations": np.frombuffer(texts.encode(), np.uint8),
         }
         types = OF_ROLLOUT | OF_ROWS
+        if self.rollout.routes is not None:
+            arrays["routes"] = self.rollout.routes
         return arrays | {name: np.asarray(getattr(self.rollout, name)) for name in types}
 
     @classmethod
@@ -134,7 +169,7 @@ class ConversationsInFlight:
         for others."""
         types = OF_ROLLOUT | OF_ROWS
         wanted = {"step", "version", "conversations", *types}
-        if arrays.keys() != wanted:
+        if arrays.keys() - {"routes"} != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
         shape = arrays["tokens"].shape
         for name in ("step", "version"):
@@ -150,10 +185,15 @@ class ConversationsInFlight:
                     f"`{name}` is {array.dtype} of {array.shape} and not {np.dtype(dtype)} of "
                     f"{expected}"
                 )
+        routes = arrays.get("routes")
+        if routes is not None and (routes.shape[:2] != shape or routes.dtype.kind != "u"):
+            raise ValueError(f"`routes` is {routes.dtype} of {routes.shape}")
         conversations = np.empty(shape[0], object)
         conversations[:] = _conversations(arrays["conversations"].tobytes(), shape)
         rollout = Rollout(
-            conversations=conversations, **{name: arrays[name] for name in types}
+            conversations=conversations,
+            routes=routes,
+            **{name: arrays[name] for name in types},
         )
         return cls(int(arrays["step"]), int(arrays["version"]), rollout)
 

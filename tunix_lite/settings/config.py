@@ -82,6 +82,8 @@ class TrainingConfig:
     attention: str = "auto"
     reduce_dtype: str = "float32"
     tp_reduce_dtype: str = "float32"
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     sync_gradients_every: int = 1
     memory_check: str = "stop"
     profile_communication: bool = False
@@ -130,6 +132,7 @@ class TrainingConfig:
         rule = "must be above 0; most clusters give 30"
         _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
+        counts += " router_aux_loss_coef router_z_loss_coef"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         is_lower_better(self.best_metric, self.best_is)
 

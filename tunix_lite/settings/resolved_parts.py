@@ -17,11 +17,13 @@ from tunix_lite.learner.comparison import FrozenComparer, description_program, w
 from tunix_lite.learner.critic import both_optimizers, values_program, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
+from tunix_lite.learner.routing import RouterLoss
 from tunix_lite.learner.rows import row_shapes
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.quantize import stored_table
+from tunix_lite.models.routes import route_type
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
@@ -116,7 +118,13 @@ def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
 def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
     # no batch is wider
     longest = sum(resolved.lengths)
-    return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
+    rows = row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
+    if not resolved.replays_routes:
+        return rows
+    width, dtype = route_type(resolved.cfg)
+    shape = (*rows.tokens.shape, width)
+    place = sharding(("batch", "seq", "seq"), shape)
+    return rows.replace(routes=jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
@@ -147,6 +155,7 @@ def policy_of(
         resolved.dtype,
         reference,
         resolved.rows,
+        resolved.replays_routes,
         remat=training.remat,
         attend=attention.IMPLEMENTATIONS[resolved.attention],
         reduce_dtype=jnp.dtype(training.reduce_dtype),
@@ -196,6 +205,7 @@ def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
 def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
     """The run's update; policy: None means one that only scores."""
     training = resolved.run.training
+    router = RouterLoss(training.router_aux_loss_coef, training.router_z_loss_coef)
     return TrainStep(
         policy_of(resolved) if policy is None else policy,
         resolved.run.algorithm,
@@ -204,4 +214,5 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.run.seed,
         training.sync_gradients_every,
         update_options(training.scan_layers),
+        router if router.is_on else None,
     )

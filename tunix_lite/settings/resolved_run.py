@@ -228,6 +228,12 @@ class ResolvedRun:
         return rollout.overlap == "carry" and rollout.is_stale
 
     @property
+    def replays_routes(self) -> bool:
+        """Returns whether batches hold the experts that sampled tokens took."""
+        is_sampled = not self.needs.demonstrations
+        return is_sampled and self.cfg.experts is not None and self.run.rollout.replay_routes
+
+    @property
     def converses(self) -> bool:
         """Returns whether an environment answers completions, so that slots are appended to."""
         return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
@@ -293,7 +299,8 @@ class ResolvedRun:
         model = self.frozen_models[name]
         scoring = self.run.scoring_models[name]
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
-        run = self.run
+        # routes are those of the policy, and this is another model
+        run = replace(self.run, rollout=replace(self.run.rollout, replay_routes=False))
         if (size := scoring.batch_size) is not None:
             # whole conversations, of which the last token counts
             lengths = {"max_prompt_length": scoring.longest - 1, "max_new_tokens": 1}
@@ -464,6 +471,13 @@ def resolve_run(
             f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
         )
 
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(run.training, name) and cfg.experts is None:
+            raise ConfigError(
+                f"training: {name}={getattr(run.training, name)}: the model has no experts; leave "
+                "it out"
+            )
+
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
@@ -549,8 +563,14 @@ def learns_from(needs: Needs) -> str:
 def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
-    adapters."""
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters;
+    and if experts could not sum their gradients as the run asks."""
+    every = run.training.sync_gradients_every
+    if cfg.experts is not None and every > 1 and mesh_shape["fsdp"] > 1:
+        raise ValueError(
+            f"sync_gradients_every={every}: the gradients of experts cross the mesh in every "
+            "micro-batch; set training.sync_gradients_every=1"
+        )
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:

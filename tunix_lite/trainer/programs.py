@@ -44,8 +44,8 @@ def target_scores(
     # A datum says its targets itself: they need not be the next tokens.
     targets_RW = batch.streams["targets"]
     scores = token_scores(hidden_RWD, table_VD, targets_RW, cfg.final_softcap, 1.0)
-    return TokenScores(
-        *(jnp.where(batch.token_mask, x_RW, jnp.zeros((), x_RW.dtype)) for x_RW in scores)
+    return jax.tree.map(
+        lambda x_RW: jnp.where(batch.token_mask, x_RW, jnp.zeros((), x_RW.dtype)), scores
     )
 
 

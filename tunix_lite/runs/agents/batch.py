@@ -154,5 +154,7 @@ def settings_for_agents(run: RunConfig) -> RunConfig:
         raise ConfigError("an agent is trained in one process; run_training.py spans several")
     training = replace(run.training, packing="sequences")
     rewards = replace(run.rewards, workers=0)
+    # Agents read tokens again in every call, and each reading would have routes of its own.
+    rollout = replace(run.rollout, replay_routes=False)
     with error_context(""):
-        return replace(run, training=training, rewards=rewards)
+        return replace(run, training=training, rewards=rewards, rollout=rollout)
