@@ -498,7 +498,14 @@ def resolve_run(
         **reasons,
     )
 
-    # The models that only score: they go with the mesh and with the lengths.
+    return replace(resolved, frozen_models=_frozen_models(resolved, is_attached, frozen_cfgs))
+
+
+def _frozen_models(
+    resolved: ResolvedRun, is_attached: bool, frozen_cfgs: dict[str, Architecture] | None
+) -> dict[str, FrozenModel]:
+    """The models that only score: they go with the mesh and with the lengths."""
+    run = resolved.run
     frozen = {}
     for name, scoring in run.scoring_models.items():
         settings = scoring.settings
@@ -512,13 +519,13 @@ def resolve_run(
                 theirs = replace(theirs, output="score")
             table = stored_table(decoder.weights(theirs), settings.storage)
             # a plan has the sizes of a mesh, and no devices for one
-            shape = SimpleNamespace(shape=mesh_shape)
+            shape = SimpleNamespace(shape=resolved.mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
             # it may have heads that a kernel cannot take
-            layout = RowLayout() if is_reward else rows
-            chosen, _ = _choose_attention(run, theirs, layout, platform, is_attached)
+            layout = RowLayout() if is_reward else resolved.rows
+            chosen, _ = _choose_attention(run, theirs, layout, resolved.platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
-    return replace(resolved, frozen_models=frozen)
+    return frozen
 
 
 def has_large_head(cfg: Architecture) -> bool:
