@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
@@ -312,7 +313,7 @@ class MemoryEstimate:
         for kind, count in Counter(cfg.kinds_of_weights).items():
             # Elements of one token of one layer on a device.
             qkv, attended_out = self._projected(kind)
-            mlp = decoder.layer_weights(cfg, kind)["gate"].shape[1] // tp
+            mlp = _hidden_of_token(cfg, kind) // tp
             products = qkv + 2 * residual + 2 * mlp + (own + residual if own else 0)
 
             # What remat keeps of them.
@@ -353,7 +354,7 @@ class MemoryEstimate:
         kinds = set(cfg.kinds_of_weights)
         # layers run one after the other, so the largest counts
         heads = max(self._projected(kind)[0] for kind in kinds)
-        mlp = max(decoder.layer_weights(cfg, kind)["gate"].shape[1] for kind in kinds)
+        mlp = max(_hidden_of_token(cfg, kind) for kind in kinds)
         inputs = cfg.num_layers * cfg.per_layer_dim
         elements = n * (4 * cfg.embed_dim + heads + 2 * mlp // tp + inputs)
         return resolved.itemsize * elements + in_float32
@@ -443,3 +444,13 @@ class MemoryEstimate:
             resolved.run.training.mixed_precision == "bf16_params" or resolved.lora is not None
         )
         return scores + hidden + 2 * (2 if is_half else 4) * table
+
+
+def _hidden_of_token(cfg: Architecture, kind: str) -> int:
+    """The hidden elements of one token in the feed-forward of a layer of this kind, on one device:
+    those of its experts, of the shared one and of the dense one."""
+    declared = decoder.layer_weights(cfg, kind)
+    hidden = declared["gate"].shape[1] if "gate" in declared else 0
+    if (experts := cfg.experts) is not None:
+        hidden += experts.per_token * experts.mlp_dim + experts.shared_dim
+    return hidden
