@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
-from tunix_lite.models import attention, decoder, experts, grouped, layer_by_layer
+from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
+from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import quantize, stored_table
-from tunix_lite.models.weights import dense, is_weight
+from tunix_lite.models.weights import Int8, dense, is_weight
 from tunix_lite.parallel.mesh import put
+from tunix_lite.planning import flops
+from tunix_lite.planning.kernels import kernels
 
 QWEN3 = Experts(count=6, per_token=2, mlp_dim=8)
 FAMILIES = {
@@ -147,7 +150,7 @@ def test_sums_are_of_real_tokens_and_others_reach_no_expert():
 
 
 def test_groups_are_those_of_the_example():
-    groups = grouped.group(jnp.array([[1, 0], [1, 2]]), 3, 2)
+    groups = groups_.group(jnp.array([[1, 0], [1, 2]]), 3, 2)
     # 4 pairs in blocks of 2: 4 / 2 + 3 blocks
     np.testing.assert_array_equal(groups.pair, [1, 4, 0, 2, 3, 4, 4, 4, 4, 4])
     np.testing.assert_array_equal(groups.token, [0, 2, 0, 1, 1, 2, 2, 2, 2, 2])
@@ -161,11 +164,11 @@ def test_no_token_is_dropped_however_they_crowd(case):
     """40 tokens with 2 of 6 experts, in blocks of 8: never more than 80 + 6 * 8 rows."""
     rng = np.random.default_rng(2)
     ids = {"all to one": [3, 3], "none to most": [5, 0], "none to any": [6, 6]}[case] * np.ones((40, 1), int)
-    groups = grouped.group(jnp.asarray(ids), 6, 8)
+    groups = groups_.group(jnp.asarray(ids), 6, 8)
     assert len(groups.pair) <= 80 + 6 * 8
     x, w = jnp.float32(rng.normal(size=(40, 4))), jnp.float32(rng.normal(size=(6, 4, 3)))
-    rows = grouped.grouped_product(grouped.to_rows(x, groups.token, groups.row), w, groups)
-    out = grouped.from_rows(rows, groups.token, groups.row)
+    rows = grouped.grouped_product(groups_.to_rows(x, groups.token, groups.row), w, groups)
+    out = groups_.from_rows(rows, groups.token, groups.row)
     exact = sum(np.einsum("nd,ndi->ni", x, np.concatenate([w, w[:1] * 0])[ids[:, j]]) for j in range(2))
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
 
@@ -187,6 +190,30 @@ def test_the_order_of_a_batch_changes_no_bit_of_a_row():
     out, routed = fed(x, normed, w, cfg)
     assert routed.load.max() > routed.load.min()
     np.testing.assert_array_equal(fed(x[order], normed[order], w, cfg)[0], np.asarray(out)[order])
+
+
+@pytest.mark.parametrize("base", ["plain", "int8"])
+def test_kernels_for_gpus_multiply_as_the_loops_do(base):
+    """By their interpreter: 50 columns and 80 inputs are no whole pieces of 64, and one expert has no rows."""
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray(rng.integers(0, 4, (30, 2)) + np.array([0, 1]))
+    groups = groups_.group(jnp.where(ids == 2, 0, ids), 6, 16)
+    x, g, w = (jnp.float32(rng.normal(size=s)) for s in ((30, 80), (len(groups.pair), 48), (6, 80, 48)))
+    rows = groups_.to_rows(x, groups.token, groups.row)
+    if base == "int8":
+        w = Int8(jnp.int8(rng.integers(-127, 128, (6, 80, 48))), jnp.float32(rng.uniform(0.001, 0.01, (6, 5, 48))))
+    found = grouped_kernels.multiply(rows, w, groups, interpret=True)
+    np.testing.assert_allclose(found, grouped.grouped_product(rows, w, groups), rtol=1e-5, atol=1e-5)
+    found = grouped_kernels.multiply(g, w, groups, is_transposed=True, interpret=True)
+    np.testing.assert_allclose(found, grouped._by_expert(g, w, groups, is_transposed=True), rtol=1e-5, atol=1e-5)
+    if base == "plain":
+        found = grouped_kernels.weight_gradient(rows, g, groups, jnp.float32, interpret=True)
+        np.testing.assert_allclose(found, grouped._of_weight(rows, g, groups), rtol=1e-5, atol=1e-5)
+        exact = np.zeros((6, 80, 48))
+        for row, pair in enumerate(groups.pair):
+            if pair < 60:
+                exact[np.asarray(groups.expert)[row // 16]] += np.outer(np.float64(rows[row]), np.float64(g[row]))
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
 # ---- the whole model
@@ -227,6 +254,7 @@ def loss_of(params, cfg, tokens, meta, dtype=jnp.float32, **settings):
 def exact(request):
     """(cfg, weights, gradients in float64 of rows that are not packed, and of packed ones)."""
     cfg = cfg_of(FAMILIES[request.param])
+    set_mesh(1, 1)
     params = jax.tree.map(np.asarray, random_params(cfg))
     with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_mixture", dense_mixture)
@@ -324,3 +352,40 @@ def test_adapters_train_experts_over_a_quantised_base_and_the_base_gets_no_gradi
     found, wanted = jax.jit(jax.grad(of))(adapters), jax.jit(jax.grad(by_hand))(adapters)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_what_experts_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="per_token=3 is above experts.count=2"):
+        Experts(2, 3, 8)
+    with pytest.raises(ValueError, match="experts.count=0; it is 1 to 32,768"):
+        Experts(0, 1, 8)
+    with pytest.raises(ValueError, match="adapters of experts have no dropout; set model.lora.dropout=0"):
+        adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=".*/expert_up", dropout=0.1))
+
+
+# ---- what a plan knows, by hand
+
+
+def test_a_token_counts_the_experts_that_compute_it():
+    # q 16*4*8, k and v 16*2*8 each, o as q; the router 16*6; and 2 of 6 experts with 3 matrices of 16*8; two layers
+    by_hand = 2 * (2 * 512 + 2 * 256 + 96 + 2 * 3 * 128)
+    assert flops.forward_flops(CFG, 1, 0, 0.0) == 2 * by_hand
+
+
+def test_rows_and_experts_of_so_many_tokens():
+    # one token reaches its k experts; 64 tokens with 8 of 128: 128 (1 - (15/16)^64)
+    assert groups_.expected_touched(128, 1, 8) == 8
+    assert groups_.expected_touched(128, 64, 8) == pytest.approx(128 * (1 - 0.9375**64))
+    # 2,048 tokens with 8 of 64: blocks of 64, and at most one block more for each expert
+    assert groups_.block_of(16384, 64) == 64 and groups_.rows_of(16384, 64) == 16384 + 64 * 64
+    # few pairs: a block of 16 for each
+    assert groups_.rows_of(8, 128) == 8 * 16
+
+
+def test_a_loop_over_experts_turns_as_often_as_is_expected():
+    """4 of 8 experts, 16 tokens: 7.99 have rows, of 8 each, which is one block. Of the product [16, 32] x [32, 48] the
+    FLOPs are 2 * 16 * 32 * 48."""
+    groups = groups_.group(jnp.tile(jnp.arange(4), (16, 1)), 8, 16)
+    x, w = jnp.zeros((len(groups.pair), 32)), jnp.zeros((8, 32, 48))
+    text = jax.jit(grouped.grouped_product).lower(x, w, groups).compile().as_text()
+    assert sum(k.times * k.flops for k in kernels(text)) == 8 * 2 * 16 * 32 * 48

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.grouped import block_of, from_rows, group, grouped_product, to_rows
+from tunix_lite.models.grouped import grouped_product
+from tunix_lite.models.groups import block_of, from_rows, group, to_rows
 from tunix_lite.models.norm import norm, norm_weight
 from tunix_lite.models.rounding import added, stored, wide
 from tunix_lite.models.weights import (

@@ -1,133 +1,22 @@
-"""Products of rows with the weights of their experts. Rows stand expert after expert, in blocks of
-one expert each; the last block of an expert is filled up with rows of zeros. So no row is dropped,
-and P pairs of a token and an expert take at most P + min(E, P) block rows.
+"""Products of rows in groups (models/groups.py) with the weights of their experts, with a backward
+pass by hand: the gradient of the rows is the same product with each matrix transposed, and that of
+a weight is summed block after block. Each row is multiplied by itself, so its product depends on no
+other row. Letters as in models/groups.py; A inputs and C outputs of a weight.
 
-No sum here depends on the order of the tokens: each row is multiplied by itself, and the rows of a
-token are gathered and added in the order of its experts. Letters beside those of types.py: N
-tokens, k experts of a token, P = N k pairs, E experts, R rows, A inputs and C outputs of a weight.
-"""
+On a CPU and a TPU a loop runs over the experts that have rows. On a GPU the host would have to wait
+for each turn, so there kernels do the same (models/grouped_kernels.py)."""
 
-import flax.struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.models.groups import FEWEST, Groups
 from tunix_lite.models.rounding import added, at_least_float32, product, stored, wide
-from tunix_lite.models.weights import ComputeCopy, Leaf, Lora, dense
-
-# Rows of a block, at least and at most.
-FEWEST = 8
-MOST = 128
-
-
-@flax.struct.dataclass
-class Groups:
-    """Where the pairs of a token and an expert stand.
-
-    Example: two tokens whose experts are [[1, 0], [1, 2]], in blocks of 2 rows: the rows are pairs
-    1, none, 0, 2, 3, none, and two more blocks have none.
-    """
-
-    pair: jax.Array  # the pair of each row, [R]; P: none, a row of zeros
-    row: jax.Array  # the row of each pair, [N, k]; R: none, as the pair has no expert
-    first: jax.Array  # the first block of each expert, [E]
-    count: jax.Array  # blocks of each expert, [E]
-    expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
-    touched: jax.Array  # the experts that have rows, in order, and then the others, [E]
-    num_touched: jax.Array
-    block: int = flax.struct.field(pytree_node=False)  # rows of a block
-
-    @property
-    def token(self) -> jax.Array:
-        """The token of each row, [R]; N: none."""
-        return self.pair // self.row.shape[1]
-
-    def of_rows(self, bias_EC: jax.Array) -> jax.Array:
-        """The bias of each row's expert, [R, C]."""
-        is_expert = self.expert[:, None] == jnp.arange(len(bias_EC))
-        # A product, as the gradient of a gather is a scatter, which adds in any order.
-        highest = jax.lax.Precision.HIGHEST
-        of_blocks = jnp.matmul(is_expert.astype(bias_EC.dtype), bias_EC, precision=highest)
-        return jnp.repeat(of_blocks, self.block, axis=0)
-
-
-def block_of(pairs: int, experts: int) -> int:
-    """Rows of a block: a power of two, such that a quarter of the rows at most fills up, unless
-    there are few."""
-    share = max(pairs // (4 * experts), 1)
-    return min(max(1 << (share.bit_length() - 1), FEWEST), MOST)
-
-
-def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
-    """Groups the pairs by expert. An id of `experts` is no expert."""
-    ids = ids_Nk.reshape(-1)
-    pairs = ids.size
-    # Stable: the pairs of an expert keep their order.
-    order = jnp.argsort(ids, stable=True)
-    size = jnp.sum(ids[:, None] == jnp.arange(experts), axis=0)
-    before = jnp.cumsum(size) - size
-    count = -(-size // block)
-    first = jnp.cumsum(count) - count
-
-    # The pair of each row, by the expert of its block and its place among that expert's rows.
-    blocks = pairs // block + min(experts, pairs)
-    number = jnp.arange(blocks)[:, None]
-    expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
-    place = (number - first[expert]) * block + jnp.arange(block)
-    is_row = place < size[expert]
-    pair = order[jnp.where(is_row, before[expert] + place, 0)]
-    # The row of each pair, by its place in the order.
-    of_expert = jnp.minimum(ids[order], experts - 1)
-    row = (first * block - before)[of_expert] + jnp.arange(pairs)
-    row = jnp.where(ids[order] < experts, row, blocks * block)
-    return Groups(
-        pair=jnp.where(is_row, pair, pairs).reshape(-1),
-        row=jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(ids_Nk.shape),
-        first=first,
-        count=count,
-        expert=expert[:, 0],
-        touched=jnp.argsort(size == 0, stable=True),
-        num_touched=jnp.sum(size > 0),
-        block=block,
-    )
-
-
-# ---- between tokens and rows
-
-
-@jax.custom_vjp
-def to_rows(x: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
-    """The rows x[source_R], [R, ...], zeros where the source is beyond x. rows_Nk: the rows of each
-    element of x, in which its gradient is added up; R: none."""
-    return _taken(x, source_R)
-
-
-@jax.custom_vjp
-def from_rows(rows: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
-    """The sum of the rows of each token, [N, ...], float32 at least, by the order of its
-    experts."""
-    # A gather: a scatter would add in any order.
-    picked = _taken(rows, rows_Nk).astype(at_least_float32(rows.dtype))
-    total = picked[:, 0]
-    for j in range(1, rows_Nk.shape[1]):
-        total = total + picked[:, j]
-    return total
-
-
-def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
-
-
-to_rows.defvjp(
-    lambda x, source_R, rows_Nk: (_taken(x, source_R), (x[:0], source_R, rows_Nk)),
-    lambda kept, g: (stored(from_rows(g, *kept[1:]), kept[0].dtype), None, None),
-)
-from_rows.defvjp(
-    lambda rows, *at: (from_rows(rows, *at), (rows[:0], *at)),
-    lambda kept, g: (stored(to_rows(g, *kept[1:]), kept[0].dtype), None, None),
-)
-
-
-# ---- products
+from tunix_lite.models.unfused import unfused_on_cpu
+from tunix_lite.models.weights import ComputeCopy, Int8, Leaf, Lora, dense, is_quantized
 
 
 def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: Groups) -> jax.Array:
@@ -157,31 +46,46 @@ _multiply.defvjp(
 )
 
 
+# Jitted, so that it is traced once for all layers that are alike.
+@partial(jax.jit, static_argnames="is_transposed")
 def _by_expert(
     rows_RA: jax.Array, weight: Leaf, groups: Groups, is_transposed: bool
 ) -> jax.Array:
-    """The product, one expert after the other; experts without rows are not read."""
-    block = groups.block
+    """The product of each row with its expert's matrix, or with that matrix transposed."""
 
     def matrix_of(expert: jax.Array) -> jax.Array:
         matrix = dense(jax.tree.map(lambda x: x[expert], weight), 1, rows_RA.dtype)
-        return matrix.T if is_transposed else matrix
+        # On a CPU the transposed matrix is made once, and not in each product.
+        return unfused_on_cpu(matrix.T) if is_transposed else matrix
 
-    def of_expert(i: jax.Array, out_RC: jax.Array) -> jax.Array:
-        expert = groups.touched[i]
+    def of_expert(expert: jax.Array, out_RC: jax.Array) -> jax.Array:
         matrix = matrix_of(expert)
 
-        def of_block(j: jax.Array, out_RC: jax.Array) -> jax.Array:
-            rows = jax.lax.dynamic_slice_in_dim(rows_RA, j * block, block)
+        def of_block(at: jax.Array, out_RC: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(rows_RA, at, groups.block)
             out = product(jnp.matmul, rows, matrix)
-            return jax.lax.dynamic_update_slice_in_dim(out_RC, out, j * block, 0)
+            return jax.lax.dynamic_update_slice_in_dim(out_RC, out, at, 0)
 
-        first = groups.first[expert]
-        return jax.lax.fori_loop(first, first + groups.count[expert], of_block, out_RC)
+        return _over_blocks(groups, expert, of_block, out_RC)
 
-    outputs = jax.eval_shape(matrix_of, groups.num_touched).shape[1]
-    start = jnp.zeros((len(rows_RA), outputs), rows_RA.dtype)
-    return jax.lax.fori_loop(0, groups.num_touched, of_expert, start)
+    R, A = rows_RA.shape
+    C = jax.eval_shape(matrix_of, groups.num_touched).shape[1]
+
+    def by_loops() -> jax.Array:
+        return _over_experts(groups, of_expert, jnp.zeros((R, C), rows_RA.dtype))
+
+    def by_kernel() -> jax.Array:
+        from tunix_lite.models import grouped_kernels
+
+        whole = weight
+        if is_quantized(weight) and not isinstance(weight, Int8):
+            whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
+        stored_bytes = sum(x.nbytes for x in jax.tree.leaves(whole)) / len(groups.first)
+        read = R * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
+        with _expected(flops=2 * R * A * C, read=read):
+            return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
+
+    return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
 
 
 @jax.custom_vjp
@@ -195,36 +99,88 @@ def _with_gradient_to_master(
 
 def _backward_to_master(kept: tuple, g_RC: jax.Array) -> tuple:
     rows_RA, master, groups = kept
-    block = groups.block
-    whole = (len(master), rows_RA.shape[1], g_RC.shape[1])
-    dtype = at_least_float32(master.dtype)
-
-    def of_expert(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = groups.touched[i]
-
-        # Block after block, so that the order of the sum is that of the rows.
-        def of_block(j: jax.Array, total: jax.Array) -> jax.Array:
-            rows, g = (
-                jax.lax.dynamic_slice_in_dim(x, j * block, block) for x in (rows_RA, g_RC)
-            )
-            contract = (((0,), (0,)), ((), ()))
-            part = jax.lax.dot_general(rows, g, contract, preferred_element_type=dtype)
-            return total + part
-
-        first = groups.first[expert]
-        total = jnp.zeros(whole[1:], dtype)
-        total = jax.lax.fori_loop(first, first + groups.count[expert], of_block, total)
-        return jax.lax.dynamic_update_index_in_dim(out, total, expert, 0)
-
-    start = jnp.zeros(whole, dtype)
-    gradient = jax.lax.fori_loop(0, groups.num_touched, of_expert, start)
-    gradient = stored(gradient, master.dtype)
-    for dim, size in enumerate(whole):
+    gradient = stored(_of_weight(rows_RA, g_RC, groups), master.dtype)
+    for dim, size in enumerate(gradient.shape):
         if master.shape[dim] != size:
-            gradient = jax.lax.psum_scatter(
-                gradient, "fsdp", scatter_dimension=dim, tiled=True
-            )
+            scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
+            gradient = scatter(gradient, "fsdp")
     return g_RC, None, gradient, None
 
 
 _with_gradient_to_master.defvjp(lambda out, *rest: (out, rest), _backward_to_master)
+
+
+@jax.jit
+def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: Groups) -> jax.Array:
+    """The gradient of a weight, [E, A, C], float32 at least."""
+    dtype = at_least_float32(rows_RA.dtype)
+    R, A = rows_RA.shape
+    C = g_RC.shape[1]
+
+    def of_expert(expert: jax.Array, out_EAC: jax.Array) -> jax.Array:
+        # Block after block, so that the order of the sum is that of the rows.
+        def of_block(at: jax.Array, total_AC: jax.Array) -> jax.Array:
+            rows, g = (
+                jax.lax.dynamic_slice_in_dim(x, at, groups.block) for x in (rows_RA, g_RC)
+            )
+            columns = unfused_on_cpu(rows.T)
+            return total_AC + jnp.matmul(columns, g, preferred_element_type=dtype)
+
+        total_AC = _over_blocks(groups, expert, of_block, jnp.zeros((A, C), dtype))
+        return jax.lax.dynamic_update_index_in_dim(out_EAC, total_AC, expert, 0)
+
+    def by_loops() -> jax.Array:
+        return _over_experts(groups, of_expert, jnp.zeros((len(groups.first), A, C), dtype))
+
+    def by_kernel() -> jax.Array:
+        from tunix_lite.models import grouped_kernels
+
+        with _expected(flops=2 * R * A * C, read=(A + C) * R * rows_RA.dtype.itemsize):
+            return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
+
+    return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
+
+
+# ---- loops, and what a plan knows of them
+
+
+def _on_platform(
+    by_loops: Callable[[], jax.Array],
+    by_kernel: Callable[[], jax.Array],
+    rows: jax.Array,
+    sizes: tuple[int, ...],
+) -> jax.Array:
+    """The kernel on NVIDIA GPUs, if tensor cores can take these sizes of what is multiplied."""
+    if rows.dtype.itemsize > 4 or any(size % FEWEST for size in sizes):
+        return by_loops()
+    return jax.lax.platform_dependent(cuda=by_kernel, default=by_loops)
+
+
+def _over_experts(
+    groups: Groups, of_expert: Callable[..., jax.Array], start: jax.Array
+) -> jax.Array:
+    """of_expert(expert, so far) of each expert that has rows."""
+    with _expected(turns=groups.expected_touched):
+        return jax.lax.fori_loop(
+            0, groups.num_touched, lambda i, x: of_expert(groups.touched[i], x), start
+        )
+
+
+def _over_blocks(
+    groups: Groups, expert: jax.Array, of_block: Callable[..., jax.Array], start: jax.Array
+) -> jax.Array:
+    """of_block(first row, so far) of each block of an expert."""
+    first = groups.first[expert]
+    with _expected(turns=groups.expected_blocks):
+        return jax.lax.fori_loop(
+            first,
+            first + groups.count[expert],
+            lambda j, x: of_block(j * groups.block, x),
+            start,
+        )
+
+
+def _expected(**numbers: float) -> AbstractContextManager:
+    """Writes into the program what it will do where only the data decide (planning/kernels.py)."""
+    parts = (f"{name}_{round(number)}" for name, number in numbers.items())
+    return jax.named_scope("_".join(["expected", *parts]))

@@ -117,6 +117,11 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
             raise ValueError(
                 f"targets={lora.targets!r} matches {path}, which is not a projection"
             )
+        if lora.dropout and "experts" in weight.axes:
+            raise ValueError(
+                f"targets={lora.targets!r} matches {path}, and adapters of experts have no "
+                "dropout; set model.lora.dropout=0"
+            )
         a, b = adapter_pair(unstacked(weight), lora.rank, _uniform_fan_in(weight.inputs))
         if weight.is_stacked:
             a, b = stacked(a, weight.shape[0]), stacked(b, weight.shape[0])

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
-from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.groups import rows_of
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
@@ -131,7 +131,7 @@ class MemoryEstimate:
                 )
             else:
                 # norms and biases are computed with in float32, whatever the matrices are
-                is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
+                is_matrix = len(leaf.shape) - leaf.is_stacked >= 2 and not leaf.is_exact
                 total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
         return total
 
@@ -313,7 +313,8 @@ class MemoryEstimate:
         for kind, count in Counter(cfg.kinds_of_weights).items():
             # Elements of one token of one layer on a device.
             qkv, attended_out = self._projected(kind)
-            mlp = _hidden_of_token(cfg, kind) // tp
+            n = rows * width
+            mlp = self._hidden(kind, n) / n
             products = qkv + 2 * residual + 2 * mlp + (own + residual if own else 0)
 
             # What remat keeps of them.
@@ -325,9 +326,11 @@ class MemoryEstimate:
                 "none": products + attended_out,
                 "save_all": 3 * mlp + 4 * residual + 2 * heads_of_token,
             }
-            elements = rows * width * (residual + own + of_a_token[remat])
-            size = elements * resolved.itemsize
+            elements = n * (residual + own + of_a_token[remat])
+            size = round(elements) * resolved.itemsize
             if remat == "save_all":
+                # the rows of experts, which their weights' gradients read
+                size += resolved.itemsize * self._expert_rows(n) * cfg.embed_dim
                 size += self.layer_elements() * resolved.itemsize
                 size += 4 * rows * width * (14 * residual + 3 * heads_of_token)
             has_scores = kind != "delta" and resolved.attention == "xla"
@@ -354,10 +357,28 @@ class MemoryEstimate:
         kinds = set(cfg.kinds_of_weights)
         # layers run one after the other, so the largest counts
         heads = max(self._projected(kind)[0] for kind in kinds)
-        mlp = max(_hidden_of_token(cfg, kind) for kind in kinds)
         inputs = cfg.num_layers * cfg.per_layer_dim
-        elements = n * (4 * cfg.embed_dim + heads + 2 * mlp // tp + inputs)
+        elements = n * (4 * cfg.embed_dim + heads + inputs)
+        elements += 2 * max(self._hidden(kind, n) for kind in kinds)
+        # rows of experts, before and after
+        elements += 2 * self._expert_rows(n) * cfg.embed_dim
         return resolved.itemsize * elements + in_float32
+
+    def _hidden(self, kind: str, n: int) -> int:
+        """Elements of n tokens between gate and down on a device: F each, and the inner width of
+        experts for each of their rows."""
+        resolved = self.resolved
+        declared = decoder.layer_weights(resolved.cfg, kind)
+        dense = [
+            declared[name].shape[1] for name in ("gate", "shared_gate") if name in declared
+        ]
+        inner = declared["expert_gate"].shape[2] if "expert_gate" in declared else 0
+        return (n * sum(dense) + self._expert_rows(n) * inner) // resolved.tp
+
+    def _expert_rows(self, n: int) -> int:
+        """Rows in which n tokens stand for their experts, blocks filled up; 0 without experts."""
+        sizes = self.resolved.cfg.experts
+        return 0 if sizes is None else rows_of(n * sizes.per_token, sizes.count)
 
     def _projected(self, kind: str) -> tuple[int, int]:
         """Elements of one token of a layer of this kind on a device: what is projected to mix it
@@ -444,13 +465,3 @@ class MemoryEstimate:
             resolved.run.training.mixed_precision == "bf16_params" or resolved.lora is not None
         )
         return scores + hidden + 2 * (2 if is_half else 4) * table
-
-
-def _hidden_of_token(cfg: Architecture, kind: str) -> int:
-    """The hidden elements of one token in the feed-forward of a layer of this kind, on one device:
-    those of its experts, of the shared one and of the dense one."""
-    declared = decoder.layer_weights(cfg, kind)
-    hidden = declared["gate"].shape[1] if "gate" in declared else 0
-    if (experts := cfg.experts) is not None:
-        hidden += experts.per_token * experts.mlp_dim + experts.shared_dim
-    return hidden

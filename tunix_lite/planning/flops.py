@@ -16,18 +16,24 @@ import numpy as np
 from tunix_lite.basics.types import Batch, Metrics
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.weights import Weight
 from tunix_lite.planning.hardware import Hardware
 
 
 def _matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: with attention in each
     of them L * (2DNH + 2DKH + 3DF), without the head, the embedding, norms and biases; and what
-    per_layer_dim adds."""
+    per_layer_dim adds. Of E experts a token is multiplied with k."""
     total = cfg.embed_dim * cfg.num_layers * cfg.per_layer_dim
     for kind, count in Counter(cfg.kinds_of_weights).items():
         declared = decoder.layer_weights(cfg, kind).values()
-        total += count * sum(math.prod(w.shape) for w in declared if w.inputs)
-    return total
+        total += count * sum(math.prod(w.shape) * active(cfg, w) for w in declared if w.inputs)
+    return round(total)
+
+
+def active(cfg: Architecture, weight: Weight) -> float:
+    """The share of a weight that a token is multiplied with: k / E of the weights of experts."""
+    return cfg.experts.per_token / cfg.experts.count if "experts" in weight.axes else 1
 
 
 def _head_params(cfg: Architecture) -> int:

@@ -7,6 +7,8 @@ calls, copies and collectives, with their bytes, FLOPs and how often they run; a
   it reads of the others. The text does not show FLOPs of a Pallas kernel: they count as 0.
 - A loop counts as often as it turns, and of branches the one with most bytes. Arrays in the on-chip
   memory of a TPU cost no bytes.
+- The products of experts (models/grouped.py) write into the program what they will do where all
+  experts are equally likely: turns of their loops; FLOPs and bytes of their kernels.
 
 Kernels run one after the other, and each takes as long as on its roofline:
 
@@ -48,6 +50,8 @@ MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-t
 SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
 UPDATES = {"dynamic-update-slice", "scatter"}
 TO_HOST = {"infeed", "outfeed", "send", "recv"}
+EXPECTED_TURNS = re.compile(r".*expected_turns_(\d+)/while")
+EXPECTED_WORK = re.compile(r"expected_flops_(\d+)_read_(\d+)")
 LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
 
 
@@ -132,7 +136,9 @@ class _Walk:
             # Where the turns are known, nobody asks the condition.
             body = dict(callees)["body"]
             loops = count_turns(i, dict(callees), computation, self.program)
-            inner = self.of_computation(body, times * (loops or 1), loops or 1)
+            expected = EXPECTED_TURNS.fullmatch(op_name(i))
+            turns = loops or (int(expected[1]) if expected else 1)
+            inner = self.of_computation(body, times * turns, turns)
             return inner if loops else [*inner, Kernel(i.name, "host", times, 0, 0)]
         if i.op == "conditional":
             branches = [self.of_computation(name, times, turns) for _, name in callees]
@@ -169,6 +175,8 @@ class _Walk:
             kind = "copy"
         read = self.read_bytes(i, computation, inner)
         written = self.written_bytes(i, computation, inner)
+        if kind == "library" and (work := EXPECTED_WORK.search(op_name(i))):
+            flops, read = (int(number) for number in work.groups())
         return [Kernel(i.name, kind, times, read, written, flops, turns, op_name(i))]
 
     def inner(self, i: Instruction) -> Computation | None:

@@ -482,8 +482,14 @@ def learns_from(needs: Needs) -> str:
 def check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
-    adapters."""
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters;
+    and if experts could not sum their gradients as the run asks."""
+    every = run.training.sync_gradients_every
+    if cfg.experts is not None and every > 1 and mesh_shape["fsdp"] > 1:
+        raise ValueError(
+            f"sync_gradients_every={every}: the gradients of experts cross the mesh in every "
+            "micro-batch; set training.sync_gradients_every=1"
+        )
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:

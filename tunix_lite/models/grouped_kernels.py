@@ -1,0 +1,137 @@
+"""The products of models/grouped.py as kernels for NVIDIA GPUs (Pallas, which hands them to
+Triton). A program multiplies a block of rows with some columns of its expert's weight, or adds up a
+tile of one expert's gradient, block after block: the order of every sum is fixed. The programs of a
+block without rows read nothing. Letters as there; W columns of a program."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+
+from tunix_lite.models.groups import Groups
+from tunix_lite.models.weights import Int8, Leaf
+
+# Columns of a program, and rows of a tile of a gradient, at most.
+COLUMNS = 64
+# Numbers that are summed over at once; tensor cores take 16 at least.
+AT_ONCE = 64
+
+
+def multiply(
+    rows_RA: jax.Array,
+    weight: Leaf,
+    groups: Groups,
+    is_transposed: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """The rows times the weights [E, A, C] of their experts, or times [E, C, A] transposed, [R, C].
+    weight: an array, or `Int8`, which is dequantised in the kernel. A is a multiple of 16."""
+    arrays = (weight.codes, weight.scales) if isinstance(weight, Int8) else (weight,)
+    columns = arrays[0].shape[1 if is_transposed else 2]
+    inputs = (rows_RA, groups.expert, jnp.sum(groups.count, keepdims=True), *arrays)
+    out = jax.ShapeDtypeStruct((len(rows_RA), columns), rows_RA.dtype)
+    grid = (len(groups.expert), pl.cdiv(columns, COLUMNS))
+    kernel = partial(_multiply, groups.block, is_transposed)
+    return _call("grouped_product", kernel, grid, inputs, out, interpret)
+
+
+def weight_gradient(
+    rows_RA: jax.Array,
+    g_RC: jax.Array,
+    groups: Groups,
+    dtype: DTypeLike,
+    interpret: bool = False,
+) -> jax.Array:
+    """The gradient of the weights, [E, A, C] in `dtype`: of each expert its rows, transposed, times
+    the cotangents `g_RC` of their products."""
+    shape = (len(groups.first), rows_RA.shape[1], g_RC.shape[1])
+    grid = (shape[0], pl.cdiv(shape[1], COLUMNS), pl.cdiv(shape[2], COLUMNS))
+    inputs = (rows_RA, g_RC, groups.first, groups.count)
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    kernel = partial(_add_up, groups.block)
+    return _call("grouped_gradient", kernel, grid, inputs, out, interpret)
+
+
+def _call(
+    name: str, kernel: Any, grid: tuple[int, ...], inputs: tuple, out: Any, interpret: bool
+) -> jax.Array:
+    def whole(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole(x) for x in inputs],
+        out_specs=whole(out),
+        out_shape=out,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name=name,
+    )(*inputs)
+
+
+def _places(piece: Any, size: int) -> Any:
+    """The columns of a piece; those beyond the last one are the last one again."""
+    at = piece * COLUMNS + jnp.arange(COLUMNS)
+    return jnp.minimum(at, size - 1) if size % COLUMNS else at
+
+
+def _exact(dtype: DTypeLike) -> jax.lax.Precision | None:
+    # As in decode_attention: tf32 is too coarse.
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _multiply(block: int, is_transposed: bool, rows_RA: Any, *refs: Any) -> None:
+    """One block of rows and some columns."""
+    expert, num_blocks, *weight, out_RC = refs
+    number = pl.program_id(0)
+    at_R = number * block + jnp.arange(block)
+    at_W = _places(pl.program_id(1), out_RC.shape[1])
+    dtype = rows_RA.dtype
+    # A divisor, so that no turn reads beyond the sum.
+    at_once = int(np.gcd(rows_RA.shape[1], AT_ONCE))
+
+    def piece_of(e: Any, at: Any) -> jax.Array:
+        """The weights of these inputs and columns, as they lie."""
+        first, second = (at_W, at) if is_transposed else (at, at_W)
+        values = weight[0][e, first[:, None], second[None]]
+        if len(weight) == 1:
+            return values
+        # inputs of a scale
+        share = weight[0].shape[1] // weight[1].shape[1]
+        scales = weight[1][e, first[:, None] // share, second[None]]
+        return (values.astype(jnp.float32) * scales).astype(dtype)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        at = i * at_once + jnp.arange(at_once)
+        rows = rows_RA[at_R[:, None], at[None]]
+        piece = piece_of(expert[number], at)
+        return total + triton.dot(rows, piece, trans_b=is_transposed, precision=_exact(dtype))
+
+    # A block without an expert turns no loop.
+    turns = jnp.where(number < num_blocks[0], rows_RA.shape[1] // at_once, 0)
+    total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
+    out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
+
+
+def _add_up(block: int, rows_RA: Any, g_RC: Any, first: Any, count: Any, out_EAC: Any) -> None:
+    """A tile of one expert's gradient."""
+    expert = pl.program_id(0)
+    at_A = _places(pl.program_id(1), rows_RA.shape[1])
+    at_C = _places(pl.program_id(2), g_RC.shape[1])
+
+    def add(j: jax.Array, total: jax.Array) -> jax.Array:
+        at_R = (j * block + jnp.arange(block))[:, None]
+        rows = rows_RA[at_R, at_A[None]]
+        g = g_RC[at_R, at_C[None]]
+        return total + triton.dot(rows, g, trans_a=True, precision=_exact(rows.dtype))
+
+    start = first[expert]
+    total = jnp.zeros((COLUMNS, COLUMNS), jnp.float32)
+    total = jax.lax.fori_loop(start, start + count[expert], add, total)
+    out_EAC[expert, at_A[:, None], at_C[None]] = total.astype(out_EAC.dtype)

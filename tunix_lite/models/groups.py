@@ -1,0 +1,149 @@
+"""How tokens stand in rows for the products of experts: expert after expert, in blocks of one
+expert each; the last block of an expert is filled up with rows of zeros. So no row is dropped, and
+P pairs of a token and an expert take at most P + min(E, P) block rows.
+
+The rows of a token are gathered and added in the order of its experts, so no sum depends on the
+order of the tokens. Letters beside those of types.py: N tokens, k experts of a token, P = N k
+pairs, E experts, R rows.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tunix_lite.models.rounding import at_least_float32, stored
+
+# Rows of a block, at least and at most. Tensor cores multiply 16 at least.
+FEWEST = 16
+MOST = 128
+
+
+@flax.struct.dataclass
+class Groups:
+    """Where the pairs of a token and an expert stand.
+
+    Example: two tokens whose experts are [[1, 0], [1, 2]], in blocks of 2 rows: the rows are pairs
+    1, none, 0, 2, 3, none, and two more blocks have none.
+    """
+
+    pair: jax.Array  # the pair of each row, [R]; P: none, a row of zeros
+    row: jax.Array  # the row of each pair, [N, k]; R: none, as the pair has no expert
+    first: jax.Array  # the first block of each expert, [E]
+    count: jax.Array  # blocks of each expert, [E]
+    expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
+    touched: jax.Array  # the experts that have rows, in order, and then the others, [E]
+    num_touched: jax.Array
+    block: int = flax.struct.field(pytree_node=False)  # rows of a block
+
+    @property
+    def token(self) -> jax.Array:
+        """The token of each row, [R]; N: none."""
+        return self.pair // self.row.shape[1]
+
+    @property
+    def expected_touched(self) -> float:
+        """Experts that have rows, where all are equally likely: E (1 - (1 - k / E)^N)."""
+        return expected_touched(len(self.first), *self.row.shape)
+
+    @property
+    def expected_blocks(self) -> float:
+        """Blocks of an expert that has rows, where all are equally likely."""
+        # Half of the last block is filled up on average.
+        rows = self.row.size / self.expected_touched
+        return max(1.0, rows / self.block + 0.5)
+
+    def of_rows(self, bias_EC: jax.Array) -> jax.Array:
+        """The bias of each row's expert, [R, C]."""
+        is_expert = self.expert[:, None] == jnp.arange(len(bias_EC))
+        # A product, as the gradient of a gather is a scatter, which adds in any order.
+        highest = jax.lax.Precision.HIGHEST
+        of_blocks = jnp.matmul(is_expert.astype(bias_EC.dtype), bias_EC, precision=highest)
+        return jnp.repeat(of_blocks, self.block, axis=0)
+
+
+def expected_touched(experts: int, tokens: int, per_token: int) -> float:
+    """How many of so many equally likely experts so many tokens reach."""
+    return experts * (1 - (1 - per_token / experts) ** tokens)
+
+
+def block_of(pairs: int, experts: int) -> int:
+    """Rows of a block: a power of two, such that a quarter of the rows at most fills up, unless
+    there are few."""
+    share = max(pairs // (4 * experts), 1)
+    return min(max(1 << (share.bit_length() - 1), FEWEST), MOST)
+
+
+def rows_of(pairs: int, experts: int, block: int | None = None) -> int:
+    """Rows that hold so many pairs, whatever their experts are. block: None: by `block_of`."""
+    block = block_of(pairs, experts) if block is None else block
+    return (pairs // block + min(experts, pairs)) * block
+
+
+def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
+    """Groups the pairs by expert. An id of `experts` is no expert."""
+    ids = ids_Nk.reshape(-1)
+    pairs = ids.size
+    # Stable: the pairs of an expert keep their order.
+    order = jnp.argsort(ids, stable=True)
+    size = jnp.sum(ids[:, None] == jnp.arange(experts), axis=0)
+    before = jnp.cumsum(size) - size
+    count = -(-size // block)
+    first = jnp.cumsum(count) - count
+
+    # The pair of each row, by the expert of its block and its place among that expert's rows.
+    blocks = rows_of(pairs, experts, block) // block
+    number = jnp.arange(blocks)[:, None]
+    expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
+    place = (number - first[expert]) * block + jnp.arange(block)
+    is_row = place < size[expert]
+    pair = order[jnp.where(is_row, before[expert] + place, 0)]
+    # The row of each pair, by its place in the order.
+    of_expert = jnp.minimum(ids[order], experts - 1)
+    row = (first * block - before)[of_expert] + jnp.arange(pairs)
+    row = jnp.where(ids[order] < experts, row, blocks * block)
+    return Groups(
+        pair=jnp.where(is_row, pair, pairs).reshape(-1),
+        row=jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(ids_Nk.shape),
+        first=first,
+        count=count,
+        expert=expert[:, 0],
+        touched=jnp.argsort(size == 0, stable=True),
+        num_touched=jnp.sum(size > 0),
+        block=block,
+    )
+
+
+# ---- between tokens and rows
+
+
+@jax.custom_vjp
+def to_rows(x: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
+    """The rows x[source_R], [R, ...], zeros where the source is beyond x. rows_Nk: the rows of each
+    element of x, in which its gradient is added up; R: none."""
+    return _taken(x, source_R)
+
+
+@jax.custom_vjp
+def from_rows(rows: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
+    """The sum of the rows of each token, [N, ...], float32 at least, by the order of its
+    experts."""
+    # A gather: a scatter would add in any order.
+    picked = _taken(rows, rows_Nk).astype(at_least_float32(rows.dtype))
+    total = picked[:, 0]
+    for j in range(1, rows_Nk.shape[1]):
+        total = total + picked[:, j]
+    return total
+
+
+def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+to_rows.defvjp(
+    lambda x, source_R, rows_Nk: (_taken(x, source_R), (x[:0], source_R, rows_Nk)),
+    lambda kept, g: (stored(from_rows(g, *kept[1:]), kept[0].dtype), None, None),
+)
+from_rows.defvjp(
+    lambda rows, *at: (from_rows(rows, *at), (rows[:0], *at)),
+    lambda kept, g: (stored(to_rows(g, *kept[1:]), kept[0].dtype), None, None),
+)
