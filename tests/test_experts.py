@@ -28,7 +28,9 @@ FAMILIES = {
     "gemma4": replace(QWEN3, beside_dense=True, router_norm=True),
     "gpt-oss": replace(QWEN3, biases=True, softmax_after=True, limit=0.5),
 }
-CFG = Architecture(32, 2, 16, 4, 2, 8, 12, ("local", "global"), window=5, query_scale=8, activation="silu", experts=QWEN3)
+CFG = Architecture(
+    32, 2, 16, 4, 2, 8, 12, ("local", "global"), window=5, query_scale=8, activation="silu", experts=QWEN3
+)
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 6))
 
 
@@ -82,7 +84,9 @@ def by_token(x, normed, w, sizes, route=None):
         scale = w["expert_scale"][e] if sizes.router_norm else 1
         out = out + weight * scale * mlp(seen, *matrices, sizes.limit, biases)
     if sizes.shared_dim:
-        out = out + sigmoid(normed @ w["shared_open"]) * mlp(normed, *(w[f"shared_{n}"] for n in ("gate", "up", "down")))
+        out = out + sigmoid(normed @ w["shared_open"]) * mlp(
+            normed, *(w[f"shared_{n}"] for n in ("gate", "up", "down"))
+        )
     if sizes.beside_dense:
         of_dense = rms(mlp(normed, w["gate"], w["up"], w["down"]), 1 + w["dense_post_norm"])
         out = of_dense + rms(out, 1 + w["expert_post_norm"])
@@ -221,7 +225,9 @@ def meta_of(tokens, packed=False):
         return attention.one_sequence_per_row(np.arange(tokens.shape[1]) >= (np.arange(len(tokens)) == 0)[:, None])
     half = tokens.shape[1] // 2
     positions = np.tile(np.arange(half), 2)[None].repeat(len(tokens), 0)
-    return attention.AttentionMeta(jnp.asarray(positions), 1 + jnp.arange(2 * half)[None].repeat(len(tokens), 0) // half)
+    return attention.AttentionMeta(
+        jnp.asarray(positions), 1 + jnp.arange(2 * half)[None].repeat(len(tokens), 0) // half
+    )
 
 
 def dense_mixture(x, ids, weights, w, cfg, _):
@@ -266,8 +272,10 @@ def test_gradients_are_those_of_float64_on_every_mesh(exact, mesh):
     of = jax.jit(jax.grad(partial(loss_of, cfg=cfg, remat="block")))
     for packed in (False, True) if mesh == (2, 2) else (False,):
         found = of(placed, tokens=TOKENS, meta=meta_of(TOKENS, packed))
-        squares = [np.array([np.sum((np.float64(g) - want) ** 2), np.sum(want**2)])
-                   for g, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[packed]))]
+        squares = [
+            np.array([np.sum((np.float64(g) - want) ** 2), np.sum(want**2)])
+            for g, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[packed]))
+        ]
         # all together, and each
         assert np.sqrt(np.divide(*sum(squares))) < 1e-6
         assert max(np.sqrt(np.divide(*one)) for one in squares) < 2e-6
@@ -282,9 +290,7 @@ def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_
 
     @jax.jit
     def both(params, routes):
-        h, routed = decoder.forward_and_routes(
-            params, cfg, TOKENS, meta, routes_LBTk=routes, scan_layers=scan_layers
-        )
+        h, routed = decoder.forward_and_routes(params, cfg, TOKENS, meta, routes_LBTk=routes, scan_layers=scan_layers)
         layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu=True)
 
         def attend(layer, *qkv):
@@ -315,7 +321,13 @@ def test_adapters_train_experts_over_a_quantised_base_and_the_base_gets_no_gradi
     def pack(x, leaf, w):
         if is_weight(leaf):
             return x
-        return jax.vmap(lambda one: quantize(one, jax.tree.map(lambda s: replace(s, shape=s.shape[1:]), leaf, is_leaf=is_weight), w.num_counted - 1 + w.inputs))(x)
+        return jax.vmap(
+            lambda one: quantize(
+                one,
+                jax.tree.map(lambda s: replace(s, shape=s.shape[1:]), leaf, is_leaf=is_weight),
+                w.num_counted - 1 + w.inputs,
+            )
+        )(x)
 
     base = jax.tree.map(pack, params, stored, table, is_leaf=lambda x: is_weight(x) or not isinstance(x, dict))
     adapters = jax.tree.map(
