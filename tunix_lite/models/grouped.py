@@ -182,5 +182,5 @@ def _over_blocks(
 
 def _expected(**numbers: float) -> AbstractContextManager:
     """Writes into the program what it will do where only the data decide (planning/kernels.py)."""
-    parts = (f"{name}_{round(number)}" for name, number in numbers.items())
+    parts = (f"{name}_{number:.1f}" for name, number in numbers.items())
     return jax.named_scope("_".join(["expected", *parts]))
