@@ -52,6 +52,11 @@ class Groups:
         rows = self.row.size / self.expected_touched
         return max(1.0, rows / self.block + 0.5)
 
+    @property
+    def expected_rows(self) -> float:
+        """Rows of all these blocks."""
+        return self.expected_touched * self.expected_blocks * self.block
+
     def of_rows(self, bias_EC: jax.Array) -> jax.Array:
         """The bias of each row's expert, [R, C]."""
         is_expert = self.expert[:, None] == jnp.arange(len(bias_EC))
