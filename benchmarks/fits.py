@@ -24,10 +24,17 @@ MODELS = (
     *("gemma4_e2b", "gemma4_e4b", "gemma4_31b", "ministral3_8b", "phi4_14b", "olmo3_7b"),
     *("llama3.2_1b", "llama3.3_70b"),
 )
+MIXTURES = ("qwen3_30b_a3b", "qwen3.5_35b_a3b", "gemma4_26b_a4b", "gpt_oss_20b")
 TARGETS = ("h100", "h100x2", "h100x8", "v5e-4", "v5e-16", "v5p-64", "v6e-256")
 WAYS = {
     "all": ["training.mixed_precision=bf16_params"],
     "LoRA": ["training.mixed_precision=bf16", "model.lora.rank=16", "model.lora.base=bf16"],
+}
+# Of mixtures of experts, whose base on one GPU is in a byte a weight.
+MIXTURE_TARGETS = ("h100", "h100x8", "v5e-64")
+MIXTURE_WAYS = {
+    "all": WAYS["all"],
+    "LoRA int8": ["training.mixed_precision=bf16", "model.lora.rank=16", "model.lora.base=int8"],
 }
 WORKLOAD = [
     *("training.prompts_per_step=64", "algorithm.num_generations=8", "training.micro_batch_size=1"),
@@ -50,11 +57,17 @@ on a base in bfloat16.
 | model | trains | {" | ".join(TARGETS)} |
 |---|---|{"---|" * len(TARGETS)}
 """
+MIXTURE_HEAD = f"""
+Mixtures of experts, the same; LoRA int8: adapters of rank 16 on a base in int8.
+
+| model | trains | {" | ".join(MIXTURE_TARGETS)} |
+|---|---|{"---|" * len(MIXTURE_TARGETS)}
+"""
 
 
 def best(model: str, way: str, target: str) -> Plan | None:
     """The plan of the mesh with the smallest peak, by formulas; None: no mesh divides model and batch."""
-    run = compose([f"model={model}", *WORKLOAD, *WAYS[way]])
+    run = compose([f"model={model}", *WORKLOAD, *(WAYS | MIXTURE_WAYS)[way]])
     try:
         return make_plans(run, PlanConfig(target=target, mesh="all", analytic=True), []).plans[0]
     except ConfigError:
@@ -88,7 +101,12 @@ def cell(model: str, way: str, target: str, known: dict) -> str:
 
 
 def row(model: str, way: str, known: dict) -> str:
-    return f"|{model}|{way}|{'|'.join(cell(model, way, target, known) for target in TARGETS)}|"
+    targets = MIXTURE_TARGETS if model in MIXTURES else TARGETS
+    return f"|{model}|{way}|{'|'.join(cell(model, way, target, known) for target in targets)}|"
+
+
+def rows(models: tuple[str, ...], ways: dict, known: dict) -> str:
+    return "".join(row(model, way, known) + "\n" for model in models for way in ways)
 
 
 def main() -> None:
@@ -99,7 +117,8 @@ def main() -> None:
         known[name] = compiled(*name.split(":"))
         print(name, known[name], flush=True)
         COMPILED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(HEAD + "\n".join(row(model, way, known) for model in MODELS for way in WAYS) + "\n")
+    dense, mixtures = rows(MODELS, WAYS, known), rows(MIXTURES, MIXTURE_WAYS, known)
+    PAGE.write_text(HEAD + dense + MIXTURE_HEAD + mixtures)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,13 @@ def test_rows_are_current(fits, model, way):
 
 
 def test_the_table_has_every_cell(fits):
-    rows = [line for line in fits.PAGE.read_text().splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(fits.MODELS) * len(fits.WAYS)
-    assert {line.count("|") for line in rows} == {len(fits.TARGETS) + 3}
-    assert fits.HEAD.splitlines()[-2] in rows
+    tables = (
+        (fits.HEAD, fits.MODELS, fits.WAYS, fits.TARGETS),
+        (fits.MIXTURE_HEAD, fits.MIXTURES, fits.MIXTURE_WAYS, fits.MIXTURE_TARGETS),
+    )
+    text = fits.PAGE.read_text()
+    for part, (head, models, ways, targets) in zip(text.split(fits.MIXTURE_HEAD.split("\n\n")[0]), tables):
+        rows = [line for line in part.splitlines() if line.startswith("|")]
+        assert len(rows) == 2 + len(models) * len(ways)
+        assert {line.count("|") for line in rows} == {len(targets) + 3}
+        assert head.splitlines()[-2] in rows

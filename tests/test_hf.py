@@ -149,7 +149,7 @@ def test_folders_without_what_is_needed(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, gemma4_text, gemma4_unified_text, llama"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, gemma4_text, gemma4_unified_text, gpt_oss, llama"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0; it is 1 or more"),
         ({"hidden_size": "32"}, "hidden_size='32'; it is a finite int"),

@@ -23,9 +23,9 @@ from tunix_lite.models.family import (
     MOST,
     YARN_KEYS,
     Family,
+    as_number,
     as_object,
     local_by_list,
-    number,
 )
 
 # Fields of Architecture that hold fields of their own.
@@ -58,7 +58,7 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     # transformers leaves out what has its default there
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        if number(hf[key], key, int) < 1:
+        if as_number(hf[key], key, int) < 1:
             raise ValueError(f"{key}={shown(hf[key])}; it is 1 or more")
     # Checked before a list of so many layers is made.
     if hf["num_hidden_layers"] > MOST_LAYERS:
@@ -82,7 +82,7 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
         kind = types[part][inner]
         kinds = get_args(kind) or (kind,)
         is_absent = hf[key] is None and type(None) in kinds
-        value = None if is_absent else number(hf[key], key, kinds[0])
+        value = None if is_absent else as_number(hf[key], key, kinds[0])
         (values.setdefault(part, {}) if part else values)[inner] = value
     for part, kind in PARTS.items():
         if part in values:
@@ -129,7 +129,7 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
         is_proportional = False
     key = "partial_rotary_factor"
     share = of_global.get(key, (family.absent | config).get(key, 1.0))
-    share = number(share, key, float)
+    share = as_number(share, key, float)
     scaled = _scaling(of_global, config, family)
     of_windows = _scaling(of_local, config, family) if "local" in kinds else {}
     if "yarn" in of_windows and of_windows == scaled:
@@ -137,8 +137,8 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     elif of_windows.keys() - {"longrope"}:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
-        "rope_theta_local": number(of_local["rope_theta"], "rope_theta", float),
-        "rope_theta_global": number(of_global["rope_theta"], "rope_theta", float),
+        "rope_theta_local": as_number(of_local["rope_theta"], "rope_theta", float),
+        "rope_theta_global": as_number(of_global["rope_theta"], "rope_theta", float),
         **dict.fromkeys(("rope_scaling", "yarn", "longrope")),
         "rope_share": 1.0 if is_proportional else share,
         "global_rope_share": share if is_proportional else 1.0,
@@ -204,7 +204,7 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         rope = rope | {LENGTH: beside}
 
     def in_rope(key: str, kind: type = float) -> Any:
-        return number(rope[key], key, kind)
+        return as_number(rope[key], key, kind)
 
     if kind == "linear":
         return {"rope_scaling": RopeScaling(in_rope("factor"))}
@@ -225,7 +225,7 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     if kind == "longrope":
         # Phi writes the length beside the rope object, too, and there it counts.
         beside = family.absent | config
-        lengths = [number(beside[key], key, int) for key in (LENGTH, MOST)]
+        lengths = [as_number(beside[key], key, int) for key in (LENGTH, MOST)]
         if lengths[0] < 2:
             raise ValueError(f"{LENGTH}={lengths[0]}; it is 2 or more")
         rope = {"factor": lengths[1] / lengths[0]} | rope
@@ -235,7 +235,7 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         for key in ("short_factor", "long_factor"):
             if not isinstance(rope[key], list):
                 raise ValueError(f"{key}={shown(rope[key])}; it is a list of numbers")
-            lists.append(tuple(number(value, key, float) for value in rope[key]))
+            lists.append(tuple(as_number(value, key, float) for value in rope[key]))
         return {"longrope": LongRope(*lists, *lengths, in_rope("attention_factor"))}
     return {}
 

@@ -130,7 +130,7 @@ ONE_SHAPE = {
 NO_SINKS = {"out_bias": False, "attn_sinks": False}
 
 
-def number(value: object, key: str, kind: type) -> Any:
+def as_number(value: object, key: str, kind: type) -> Any:
     """The value as an int, a finite float or a bool. Raises ValueError, naming the key."""
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
@@ -153,10 +153,10 @@ def as_object(value: object, key: str) -> dict:
 def local_by_list(hf: dict) -> list[str]:
     """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global."""
     count = hf["num_hidden_layers"]
-    has_windows = number(hf.get("use_sliding_window") or False, "use_sliding_window", bool)
+    has_windows = as_number(hf.get("use_sliding_window") or False, "use_sliding_window", bool)
     first_local = count
     if has_windows:
-        first_local = number(hf.get("max_window_layers", count), "max_window_layers", int)
+        first_local = as_number(hf.get("max_window_layers", count), "max_window_layers", int)
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
@@ -195,7 +195,7 @@ def every_nth(
         if listed != "layer_types" and "local" in (_listed(hf) or []):
             raise ValueError("layer_types: sliding_attention is not supported in this family")
         key = next((key for key in intervals if hf.get(key) is not None), None)
-        every = n if key is None else number(hf[key], key, int)
+        every = n if key is None else as_number(hf[key], key, int)
         if every < 1:
             raise ValueError(f"{key}={every}; it is 1 or more")
         count = hf["num_hidden_layers"]
@@ -227,8 +227,8 @@ def gemma4_keys(hf: dict) -> dict:
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
-    if number(hf["enable_moe_block"], "enable_moe_block", bool):
-        number(hf["num_experts"], "num_experts", int)
+    if as_number(hf["enable_moe_block"], "enable_moe_block", bool):
+        as_number(hf["num_experts"], "num_experts", int)
     else:
         hf["num_experts"] = None
     kinds = every_nth(6, *NTH_GLOBAL)(hf)

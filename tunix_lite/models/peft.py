@@ -199,10 +199,16 @@ def to_tensors(
     family: Family,
     lora: LoraConfig,
 ) -> dict[str, np.ndarray]:
-    """The tensors of adapters by PEFT's names, float32: lora_A [R, inputs], lora_B [outputs, R]."""
+    """The tensors of adapters by PEFT's names, float32: lora_A [R, inputs], lora_B [outputs, R].
+    Raises ValueError for adapters of experts."""
     # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
     # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
+    if of_experts := [path for path, w in pairs.items() if hf.is_of_experts(unstacked(w))]:
+        raise ValueError(
+            f"{of_experts[0]}: adapters of experts are not written in PEFT's format; export "
+            "kind=merged writes the model with them"
+        )
     values = {path: np.asarray(x, np.float32) for path, x in flatten(adapters).items()}
     adapted = {}
     for name, parts in hf.hf_parts(cfg, family).items():

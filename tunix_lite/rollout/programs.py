@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tunix_lite.basics.types import Params
 from tunix_lite.models import attention, decoder, rope, rounding
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.experts import Routed
 from tunix_lite.models.routes import recorded, replayed, route_type
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
@@ -363,7 +364,7 @@ def _replayed_routes(spec: SamplerSpec, routes_BTK: jax.Array | None) -> jax.Arr
     return None if routes_BTK is None else replayed(routes_BTK, spec.cfg)
 
 
-def _reported_routes(spec: SamplerSpec, routed: Any) -> jax.Array | None:
+def _reported_routes(spec: SamplerSpec, routed: Routed | None) -> jax.Array | None:
     """The routes of tokens that were read, whole on every device; None: nothing is recorded."""
     if not spec.records_routes:
         return None

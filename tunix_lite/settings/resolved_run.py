@@ -471,13 +471,6 @@ def resolve_run(
             f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
         )
 
-    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-        if getattr(run.training, name) and cfg.experts is None:
-            raise ConfigError(
-                f"training: {name}={getattr(run.training, name)}: the model has no experts; leave "
-                "it out"
-            )
-
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
@@ -542,7 +535,7 @@ def with_defaults(
 ) -> tuple[RunConfig, dict[str, str]]:
     """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
     why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
-    the precision."""
+    the precision or the model."""
     num_params = weights.num_params(decoder.weights(cfg))
     # adapters bear a rate that would ruin all weights
     trains = what_trains(lora is not None, num_params)
@@ -555,6 +548,9 @@ def with_defaults(
         reasons["precision_reason"] = f"auto: {size} on {platform}"
     optimizer = with_rate(run.optimizer, trains, learned)
     with error_context("training"):
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if cfg.experts is None and (coef := getattr(run.training, name)):
+                raise ValueError(f"{name}={coef}: the model has no experts; leave it out")
         name = precision(run.training.mixed_precision, num_params, platform)
         training = replace(run.training, mixed_precision=name)
     return replace(run, optimizer=optimizer, training=training), reasons
