@@ -167,8 +167,9 @@ def build_learner(session: Session) -> Learner:
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     watched = _timed(watched, seconds)
-    scorers = _reward_scorers(session.task, parts.frozen_models, watched, resolved.fsdp)
-    session.task = replace(session.task, scorers=scorers)
+    scorers = _reward_scorers(parts.task, parts.frozen_models, watched, resolved.fsdp)
+    if scorers:
+        session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,

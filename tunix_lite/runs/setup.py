@@ -352,7 +352,7 @@ def locate_frozen(
             else:
                 # it has a tokenizer of its own
                 located = source.locate(scoring.settings.as_model())
-                models[name] = replace(located, cfg=replace(located.cfg, output="score"))
+                models[name] = replace(located, cfg=scoring.architecture(located.cfg))
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
         raise ConfigError(
             f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="

@@ -274,8 +274,9 @@ class ScoringModel:
     # sequences per fsdp shard in one forward pass of a reward model; None: it is a teacher
     batch_size: int | None = None
 
-    def check_length(self, cfg: Architecture) -> None:
-        """Raises ValueError if it was made for shorter texts."""
+    def architecture(self, cfg: Architecture) -> Architecture:
+        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
+        texts."""
         if self.longest > cfg.max_positions:
             lengths = "max_prompt_length + generation.max_new_tokens"
             of = lengths if self.batch_size is None else "max_length"
@@ -283,6 +284,9 @@ class ScoringModel:
                 f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
                 f"{of} is {self.longest}"
             )
+        # whether the folder holds a reward model is seen when its weights are there
+        is_new = self.batch_size is not None and cfg.output == "logits"
+        return replace(cfg, output="score") if is_new else cfg
 
 
 @dataclass(frozen=True)

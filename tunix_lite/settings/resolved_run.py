@@ -431,7 +431,7 @@ def resolve_run(
         raise ValueError(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
         )
-    with error_context("model.weights"):
+    with error_context(""):
         cfg = architecture_of(run.model, cfg, run.algorithm.needs)
     run, reasons = with_defaults(run, cfg, lora, platform)
 
@@ -504,18 +504,13 @@ def _frozen_models(
         settings = scoring.settings
         with error_context(scoring.where):
             theirs = frozen_cfgs and frozen_cfgs[name]
-            theirs = theirs or find_model(settings.as_model())[0]
-            scoring.check_length(theirs)
-            # what a reward model's weights are, is seen when they are there
-            is_reward = scoring.batch_size is not None
-            if is_reward and theirs.output == "logits":
-                theirs = replace(theirs, output="score")
+            theirs = scoring.architecture(theirs or find_model(settings.as_model())[0])
             table = stored_table(decoder.weights(theirs), settings.storage)
             # a plan has the sizes of a mesh, and no devices for one
             shape = SimpleNamespace(shape=resolved.mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
             # it may have heads that a kernel cannot take
-            layout = RowLayout() if is_reward else resolved.rows
+            layout = resolved.rows if scoring.batch_size is None else RowLayout()
             chosen, _ = _choose_attention(run, theirs, layout, resolved.platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return frozen
