@@ -1,10 +1,12 @@
 """Text to learn from: files become tokens once, tokens become full rows, and a row is the same row for everybody."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -18,11 +20,13 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
+from tunix_lite.commands.program import _refuse_run_on_text
 from tunix_lite.distributed import agreement
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
 from tunix_lite.models.attention import one_sequence_per_row
+from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import token_files
@@ -295,8 +299,11 @@ def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
     epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
     step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
     started = recorded_runs.started(run, again)
-    assert recorded_runs.ended(started, lambda: recorded_runs.last_logged_step(again) > step) == -signal.SIGKILL
-    assert recorded_runs.last_logged_step(again) < len(epochs), "it was not over"
+    while recorded_runs.last_logged_step(again) <= step + 2:  # a checkpoint within the epoch is there
+        assert started.poll() is None
+        time.sleep(0.02)
+    os.killpg(started.pid, signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL and recorded_runs.last_logged_step(again) < len(epochs)
     assert recorded_runs.ended(recorded_runs.started(run, again)) == 0
     assert "resumed from step" in (again / "train.log").read_text()
     assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
@@ -424,6 +431,28 @@ def test_settings_that_text_cannot_have_say_what_would_be_right(settings, wrong,
     words = [f"task.train={written(tmp_path, 'jsonl')}", f"task.cache={tmp_path}", "task.row_tokens=16"]
     with pytest.raises(ConfigError, match=wrong):
         find_parts(compose(["algorithm=sft", "task=text", *words, *settings]))
+
+
+def test_the_best_of_text_is_by_its_held_out_loss(tmp_path):
+    words = ["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'jsonl')}"]
+    assert compose(words).training.best_metric == "eval/loss"
+    assert compose([]).training.best_metric == "eval/accuracy"
+    assert compose([*words, "training.best_metric=train/loss"]).training.best_metric == "train/loss"
+
+
+def test_a_run_on_text_is_not_graded_on_the_sums_of_the_default_task(tmp_path):
+    _refuse_run_on_text(tmp_path)  # of a copy without its fingerprint nobody knows
+    for task, is_refused in (("text.TextTaskConfig", True), ("files.FilesTaskConfig", False)):
+        about = {"model": {}, "task": {"_target_": f"tunix_lite.tasks.{task}"}}
+        (tmp_path / "fingerprint.json").write_text(json.dumps(about))
+        with pytest.raises(ConfigError, match="name a task, such as") if is_refused else contextlib.nullcontext():
+            _refuse_run_on_text(tmp_path)
+
+
+def test_epochs_in_place_of_steps_are_named_in_words():
+    ours, theirs = {"training": {"last_batch": "drop"}}, {"training": {}}
+    with pytest.raises(ValueError, match=r"training.epochs: epochs are counted here, updates there\."):
+        check_same_run(ours, theirs, "run", force=False)
 
 
 def test_processes_can_compare_the_code_of_a_task_of_text(tmp_path):
