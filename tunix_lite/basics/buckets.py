@@ -30,7 +30,7 @@ _DIGESTS = "digests.json"
 # The file that every folder of a run has.
 RUN = "model.json"
 # Most bytes of a file of settings: the largest, digests.json, has some 200 for each file.
-MOST_SETTINGS = 2**28
+_MOST_SETTINGS = 2**28
 # What a run's folder holds that is of this machine: bringing it anew leaves these as they are.
 _OWN = re.compile(r"\.lock|\.hydra/.*|launch/.*")
 
@@ -79,14 +79,14 @@ def is_newer_here(lease: dict, owner: str | None) -> bool:
 def _listed(fs: "fsspec.AbstractFileSystem", root: str, address: str) -> dict[str, dict]:
     """What the store says of each object below a name. Raises ValueError for what must not come:
     the bucket may be somebody else's."""
-    found = fs.find(root, detail=True).items()
-    there = {name.removeprefix(root).lstrip("/"): info for name, info in found}
+    objects = fs.find(root, detail=True).items()
+    there = {name.removeprefix(root).lstrip("/"): info for name, info in objects}
     for name, info in there.items():
         is_named = ".." not in name.split("/")
         are_settings = name.endswith((".json", ".jinja", ".yaml"))
-        if not is_named or (are_settings and info["size"] > MOST_SETTINGS):
+        if not is_named or (are_settings and info["size"] > _MOST_SETTINGS):
             why = (
-                f"has more than {MOST_SETTINGS:,} bytes"
+                f"has more than {_MOST_SETTINGS:,} bytes"
                 if is_named
                 else "is no name of a file"
             )
@@ -163,8 +163,8 @@ def bring(
         stays = [
             n for n in there if (is_newer and (place / n).is_file()) or known.get(n) == now(n)
         ]
-        asked = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
-        wanted = sorted({*asked}.difference(stays))
+        matching = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
+        wanted = sorted({*matching}.difference(stays))
         size = sum(there[name]["size"] for name in wanted)
         if size > (free := shutil.disk_usage(place.parent).free):
             needs = (

@@ -38,8 +38,8 @@ def train_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    given = {"special_tokens": list(SPECIAL), "initial_alphabet": alphabet}
-    learner = trainer(vocab_size=vocab_size, show_progress=False, **given)
+    alphabets = {"special_tokens": list(SPECIAL), "initial_alphabet": alphabet}
+    learner = trainer(vocab_size=vocab_size, show_progress=False, **alphabets)
     backend.train_from_iterator(texts, learner)
     if kind == "unigram":
         # the trainer leaves pieces that are as likely in any order

@@ -182,8 +182,8 @@ class TrainingConfig:
     def use_of_best(self) -> str:
         """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
         which = "lowest" if is_lower_better(self.best_metric, self.best_is) else "highest"
-        kept, patience = self.keep_best_checkpoints, self.early_stopping_patience
-        parts = [f"{counted(kept, 'checkpoint')} kept"] if kept else []
+        count, patience = self.keep_best_checkpoints, self.early_stopping_patience
+        parts = [f"{counted(count, 'checkpoint')} kept"] if count else []
         if patience:
             parts.append(
                 f"the run ends after {counted(patience, 'measurement')} without a new best"

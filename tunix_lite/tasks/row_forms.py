@@ -41,10 +41,6 @@ def _system(row: Mapping) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
-def _verl(row: Mapping) -> dict:
-    return {"answer": row["reward_model"].get("ground_truth")}
-
-
 class Form(NamedTuple):
     """A way of writing rows. Example: FORMS[0] is that of verl."""
 
@@ -59,7 +55,12 @@ class Form(NamedTuple):
 
 # the first that fits counts
 FORMS = (
-    Form("verl", ("reward_model", "prompt"), Mapping, _verl),
+    Form(
+        "verl",
+        ("reward_model", "prompt"),
+        Mapping,
+        lambda row: {"answer": row["reward_model"].get("ground_truth")},
+    ),
     Form("prompt, chosen, rejected", ("prompt", "chosen", "rejected")),
     Form("question, chosen, rejected", ("question", "chosen", "rejected"), str, _questions),
     Form("conversations chosen, rejected", ("chosen", "rejected"), list),

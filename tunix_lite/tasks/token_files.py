@@ -36,7 +36,7 @@ from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
 
 # bytes of text in a part of a file; of Parquet, a row group is one; of the hub, so many rows
 PART_BYTES = 2**25
-PART_ROWS = 20_000
+_PART_ROWS = 20_000
 # documents that are tokenised together
 AT_ONCE = 128
 # bytes that are read beyond a part, and of a piece of a file that is one document
@@ -100,7 +100,7 @@ class TokenFiles:
         parts = []
         for number, file in enumerate(files_of(self.pattern)):
             if is_hub(file):
-                size, step = len(table_of_hub(file)), PART_ROWS
+                size, step = len(table_of_hub(file)), _PART_ROWS
             elif file.endswith(".parquet"):
                 size, step = parquet_groups(file), 1
             else:
@@ -205,17 +205,17 @@ class TokenFiles:
         is_text = part.file.endswith(".txt")
         if is_text or part.file.endswith(".jsonl"):
             separator = self.separator if is_text else "\n"
-            found = _cut(part, separator and separator.encode())
+            raw = _cut(part, separator and separator.encode())
         elif is_hub(part.file):
             rows = table_of_hub(part.file).select(range(part.begin, part.end))
-            found = (
+            raw = (
                 (f"{part.file}, row {part.begin + i}", x, True) for i, x in enumerate(rows, 1)
             )
         else:
             group = f"{part.file}, group {part.begin + 1}, row"
             rows = parquet_rows(part.file, [part.begin], [self.field])
-            found = ((f"{group} {i}", row, True) for i, row in rows)
-        for place, data, is_end in found:
+            raw = ((f"{group} {i}", row, True) for i, row in rows)
+        for place, data, is_end in raw:
             try:
                 text = data.decode() if is_text else self._text_of(data)
             except UnicodeDecodeError as error:
