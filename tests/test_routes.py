@@ -482,3 +482,35 @@ def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
     rows = [[without_time(row) for row in lines(tmp_path / name)] for name in ("whole", "died")]
     assert rows[0] == rows[1]
     assert rows[0][0]["experts/rerouted"] == 0 < rows[0][-1]["experts/load_max"]
+
+
+ARITHMETIC = [
+    *TINY_MIXTURE,
+    "model.architecture.num_layers=3",
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
+    *(f"task.source.{value}" for value in ("min_terms=2", "max_terms=2", "max_value=9", "worked=0")),
+    "generation.max_prompt_length=24",
+    "generation.max_new_tokens=8",
+    "evaluation.num_examples=0",
+    "training.save_interval_steps=0",
+    "optimizer.schedule=constant",
+    "rewards.workers=0",
+]
+
+
+@pytest.mark.wide
+def test_a_mixture_learns_arithmetic_from_demonstrations_and_then_from_rewards(tmp_path):
+    """Measured once, on two busy cores: a loss of 6.27 -> 0.15 in 200 updates of SFT, and a reward of 0.39 -> 0.58 in 40
+    of GRPO. It is about the problems that it trains on: held-out ones of so small a model stay near 10 %."""
+    sft = ["algorithm=sft", "training.max_steps=200", "training.prompts_per_step=32", "optimizer.learning_rate=3e-3"]
+    train(compose([*ARITHMETIC, *sft]), tmp_path / "sft")
+    losses = [row["train/loss"] for row in lines(tmp_path / "sft")]
+    assert losses[0] > 5 and np.mean(losses[-5:]) < 0.5
+    grpo = ["training.max_steps=240", "training.prompts_per_step=16", "algorithm.num_generations=8"]
+    grpo += ["optimizer.learning_rate=5e-4", f"resume={tmp_path / 'sft'}", "resume.force=true"]
+    train(compose([*ARITHMETIC, *grpo]), tmp_path / "grpo")
+    rows = [row for row in lines(tmp_path / "grpo") if "reward/mean" in row]
+    rewards = [row["reward/mean"] for row in rows]
+    assert len(rewards) == 40 and np.mean(rewards[-8:]) > np.mean(rewards[:4]) + 0.08
+    # sampler and trainer took the same experts
+    assert max(row["train/sampler_gap_max"] for row in rows) < 1e-4
