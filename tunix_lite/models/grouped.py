@@ -81,8 +81,9 @@ def _by_expert(
         if is_quantized(weight) and not isinstance(weight, Int8):
             whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
         stored_bytes = sum(x.nbytes for x in jax.tree.leaves(whole)) / len(groups.first)
-        read = R * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
-        with _expected(flops=2 * R * A * C, read=read):
+        rows = groups.expected_rows
+        read = rows * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
+        with _expected(flops=2 * rows * A * C, read=read):
             return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
@@ -114,7 +115,7 @@ _with_gradient_to_master.defvjp(lambda out, *rest: (out, rest), _backward_to_mas
 def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: Groups) -> jax.Array:
     """The gradient of a weight, [E, A, C], float32 at least."""
     dtype = at_least_float32(rows_RA.dtype)
-    R, A = rows_RA.shape
+    A = rows_RA.shape[1]
     C = g_RC.shape[1]
 
     def of_expert(expert: jax.Array, out_EAC: jax.Array) -> jax.Array:
@@ -135,7 +136,8 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: Groups) -> jax.Array
     def by_kernel() -> jax.Array:
         from tunix_lite.models import grouped_kernels
 
-        with _expected(flops=2 * R * A * C, read=(A + C) * R * rows_RA.dtype.itemsize):
+        rows = groups.expected_rows
+        with _expected(flops=2 * rows * A * C, read=rows * (A + C) * rows_RA.dtype.itemsize):
             return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
@@ -182,5 +184,5 @@ def _over_blocks(
 
 def _expected(**numbers: float) -> AbstractContextManager:
     """Writes into the program what it will do where only the data decide (planning/kernels.py)."""
-    parts = (f"{name}_{round(number)}" for name, number in numbers.items())
+    parts = (f"{name}_{number:.2f}" for name, number in numbers.items())
     return jax.named_scope("_".join(["expected", *parts]))

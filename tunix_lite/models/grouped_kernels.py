@@ -114,7 +114,7 @@ def _multiply(block: int, is_transposed: bool, rows_RA: Any, *refs: Any) -> None
         return total + triton.dot(rows, piece, trans_b=is_transposed, precision=_exact(dtype))
 
     # A block without an expert turns no loop.
-    turns = jnp.where(number < num_blocks[0], rows_RA.shape[1] // at_once, 0)
+    turns = (number < num_blocks[0]).astype(jnp.int32) * (rows_RA.shape[1] // at_once)
     total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 

@@ -52,6 +52,11 @@ class Groups:
         rows = self.row.size / self.expected_touched
         return max(1.0, rows / self.block + 0.5)
 
+    @property
+    def expected_rows(self) -> float:
+        """Rows of all these blocks."""
+        return self.expected_touched * self.expected_blocks * self.block
+
     def of_rows(self, bias_EC: jax.Array) -> jax.Array:
         """The bias of each row's expert, [R, C]."""
         is_expert = self.expert[:, None] == jnp.arange(len(bias_EC))
@@ -118,29 +123,28 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
 
 @jax.custom_vjp
 def to_rows(x: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
-    """The rows x[source_R], [R, ...], zeros where the source is beyond x. rows_Nk: the rows of each
+    """The rows x[source_R], [R, ...], zeros where the source is len(x). rows_Nk: the rows of each
     element of x, in which its gradient is added up; R: none."""
-    return _taken(x, source_R)
+    # A row of zeros more, so that no result has to be masked.
+    with_zeros = jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))])
+    return with_zeros.at[source_R].get(mode="promise_in_bounds")
 
 
 @jax.custom_vjp
 def from_rows(rows: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
     """The sum of the rows of each token, [N, ...], float32 at least, by the order of its
     experts."""
-    # A gather: a scatter would add in any order.
-    picked = _taken(rows, rows_Nk).astype(at_least_float32(rows.dtype))
-    total = picked[:, 0]
-    for j in range(1, rows_Nk.shape[1]):
-        total = total + picked[:, j]
+    total = jnp.zeros((len(rows_Nk), *rows.shape[1:]), at_least_float32(rows.dtype))
+    for j in range(rows_Nk.shape[1]):
+        # A gather: a scatter would add in any order.
+        picked = rows.at[rows_Nk[:, j]].get(mode="clip")
+        is_row = (rows_Nk[:, j] < len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+        total = total + jnp.where(is_row, picked, 0)
     return total
 
 
-def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
-
-
 to_rows.defvjp(
-    lambda x, source_R, rows_Nk: (_taken(x, source_R), (x[:0], source_R, rows_Nk)),
+    lambda x, *at: (to_rows(x, *at), (x[:0], *at)),
     lambda kept, g: (stored(from_rows(g, *kept[1:]), kept[0].dtype), None, None),
 )
 from_rows.defvjp(

@@ -50,8 +50,8 @@ MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-t
 SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
 UPDATES = {"dynamic-update-slice", "scatter"}
 TO_HOST = {"infeed", "outfeed", "send", "recv"}
-EXPECTED_TURNS = re.compile(r".*expected_turns_(\d+)/while")
-EXPECTED_WORK = re.compile(r"expected_flops_(\d+)_read_(\d+)")
+EXPECTED_TURNS = re.compile(r".*expected_turns_([\d.]+)/while")
+EXPECTED_WORK = re.compile(r"expected_flops_([\d.]+)_read_([\d.]+)")
 LAYOUT_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
 
 
@@ -137,8 +137,8 @@ class _Walk:
             body = dict(callees)["body"]
             loops = count_turns(i, dict(callees), computation, self.program)
             expected = EXPECTED_TURNS.fullmatch(op_name(i))
-            turns = loops or (int(expected[1]) if expected else 1)
-            inner = self.of_computation(body, times * turns, turns)
+            turns = loops or (float(expected[1]) if expected else 1)
+            inner = self.of_computation(body, round(times * turns), round(turns))
             return inner if loops else [*inner, Kernel(i.name, "host", times, 0, 0)]
         if i.op == "conditional":
             branches = [self.of_computation(name, times, turns) for _, name in callees]
@@ -176,7 +176,7 @@ class _Walk:
         read = self.read_bytes(i, computation, inner)
         written = self.written_bytes(i, computation, inner)
         if kind == "library" and (work := EXPECTED_WORK.search(op_name(i))):
-            flops, read = (int(number) for number in work.groups())
+            flops, read = (round(float(number)) for number in work.groups())
         return [Kernel(i.name, kind, times, read, written, flops, turns, op_name(i))]
 
     def inner(self, i: Instruction) -> Computation | None:
