@@ -113,6 +113,7 @@ def test_no_name_stands_in_the_table_twice_with_two_meanings():
 
 
 NEEDS = {"surrogate.tau": "algorithm=sapo", "algorithm.beta=": "algorithm=dpo", "task.": "task=jsonl"}
+NEEDS |= dict.fromkeys(("algorithm.value_", "algorithm.gae", "algorithm.gamma", "algorithm.critic"), "algorithm=ppo")
 
 
 def test_everything_that_the_table_says_to_write_can_be_written():
