@@ -377,9 +377,9 @@ def test_rows_and_experts_of_so_many_tokens():
     assert groups_.expected_touched(128, 1, 8) == 8
     assert groups_.expected_touched(128, 64, 8) == pytest.approx(128 * (1 - 0.9375**64))
     # 2,048 tokens with 8 of 64: blocks of 64, and at most one block more for each expert
-    assert groups_.block_of(16384, 64) == 64 and groups_.rows_of(16384, 64) == 16384 + 64 * 64
+    assert groups_.block_of(16384, 64) == 64 and groups_.rows_needed(16384, 64) == 16384 + 64 * 64
     # few pairs: a block of 16 for each
-    assert groups_.rows_of(8, 128) == 8 * 16
+    assert groups_.rows_needed(8, 128) == 8 * 16
 
 
 def test_a_loop_over_experts_turns_as_often_as_is_expected():

@@ -13,13 +13,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.groups import FEWEST, Groups
+from tunix_lite.models.groups import FEWEST, ExpertGroups
 from tunix_lite.models.rounding import added, at_least_float32, product, stored, wide
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.models.weights import ComputeCopy, Int8, Leaf, Lora, dense, is_quantized
 
 
-def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: Groups) -> jax.Array:
+def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups) -> jax.Array:
     """The rows times the weights [E, A, C] of their experts, [R, C], in the dtype of the rows. Rows
     of zeros stay zeros. Of weights only a `ComputeCopy` gets a gradient."""
     if isinstance(weight, Lora):
@@ -35,7 +35,7 @@ def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: Groups) -> jax.Arr
 
 
 @jax.custom_vjp
-def _multiply(rows_RA: jax.Array, weight: Leaf, groups: Groups) -> jax.Array:
+def _multiply(rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups) -> jax.Array:
     return _by_expert(rows_RA, weight, groups, is_transposed=False)
 
 
@@ -49,7 +49,7 @@ _multiply.defvjp(
 # Jitted, so that it is traced once for all layers that are alike.
 @partial(jax.jit, static_argnames="is_transposed")
 def _by_expert(
-    rows_RA: jax.Array, weight: Leaf, groups: Groups, is_transposed: bool
+    rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups, is_transposed: bool
 ) -> jax.Array:
     """The product of each row with its expert's matrix, or with that matrix transposed."""
 
@@ -91,7 +91,7 @@ def _by_expert(
 
 @jax.custom_vjp
 def _with_gradient_to_master(
-    out_RC: jax.Array, rows_RA: jax.Array, master: jax.Array, groups: Groups
+    out_RC: jax.Array, rows_RA: jax.Array, master: jax.Array, groups: ExpertGroups
 ) -> jax.Array:
     """`out_RC`, the product of the rows and a weight. Its gradient goes to `master`, in its dtype,
     as weights.project has it; a master divided over fsdp gets its part of the sum."""
@@ -112,7 +112,7 @@ _with_gradient_to_master.defvjp(lambda out, *rest: (out, rest), _backward_to_mas
 
 
 @jax.jit
-def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: Groups) -> jax.Array:
+def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax.Array:
     """The gradient of a weight, [E, A, C], float32 at least."""
     dtype = at_least_float32(rows_RA.dtype)
     A = rows_RA.shape[1]
@@ -159,7 +159,7 @@ def _on_platform(
 
 
 def _over_experts(
-    groups: Groups, of_expert: Callable[..., jax.Array], start: jax.Array
+    groups: ExpertGroups, of_expert: Callable[..., jax.Array], start: jax.Array
 ) -> jax.Array:
     """of_expert(expert, so far) of each expert that has rows."""
     with _expected(turns=groups.expected_touched):
@@ -169,7 +169,10 @@ def _over_experts(
 
 
 def _over_blocks(
-    groups: Groups, expert: jax.Array, of_block: Callable[..., jax.Array], start: jax.Array
+    groups: ExpertGroups,
+    expert: jax.Array,
+    of_block: Callable[..., jax.Array],
+    start: jax.Array,
 ) -> jax.Array:
     """of_block(first row, so far) of each block of an expert."""
     first = groups.first[expert]

@@ -4,7 +4,6 @@ tile of one expert's gradient, block after block: the order of every sum is fixe
 block without rows read nothing. Letters as there; W columns of a program."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from tunix_lite.models.groups import Groups
+from tunix_lite.models.groups import ExpertGroups
 from tunix_lite.models.weights import Int8, Leaf
 
 # Columns of a program, and rows of a tile of a gradient, at most.
@@ -25,7 +24,7 @@ AT_ONCE = 64
 def multiply(
     rows_RA: jax.Array,
     weight: Leaf,
-    groups: Groups,
+    groups: ExpertGroups,
     is_transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
@@ -43,7 +42,7 @@ def multiply(
 def weight_gradient(
     rows_RA: jax.Array,
     g_RC: jax.Array,
-    groups: Groups,
+    groups: ExpertGroups,
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
@@ -58,9 +57,14 @@ def weight_gradient(
 
 
 def _call(
-    name: str, kernel: Any, grid: tuple[int, ...], inputs: tuple, out: Any, interpret: bool
+    name: str,
+    kernel: partial,
+    grid: tuple[int, ...],
+    inputs: tuple,
+    out: jax.ShapeDtypeStruct,
+    interpret: bool,
 ) -> jax.Array:
-    def whole(x: Any) -> pl.BlockSpec:
+    def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     return pl.pallas_call(
@@ -75,7 +79,7 @@ def _call(
     )(*inputs)
 
 
-def _places(piece: Any, size: int) -> Any:
+def _places(piece: jax.Array, size: int) -> jax.Array:
     """The columns of a piece; those beyond the last one are the last one again."""
     at = piece * COLUMNS + jnp.arange(COLUMNS)
     return jnp.minimum(at, size - 1) if size % COLUMNS else at
@@ -86,7 +90,7 @@ def _exact(dtype: DTypeLike) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def _multiply(block: int, is_transposed: bool, rows_RA: Any, *refs: Any) -> None:
+def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Array) -> None:
     """One block of rows and some columns."""
     expert, num_blocks, *weight, out_RC = refs
     number = pl.program_id(0)
@@ -96,7 +100,7 @@ def _multiply(block: int, is_transposed: bool, rows_RA: Any, *refs: Any) -> None
     # A divisor, so that no turn reads beyond the sum.
     at_once = int(np.gcd(rows_RA.shape[1], AT_ONCE))
 
-    def piece_of(e: Any, at: Any) -> jax.Array:
+    def piece_of(e: jax.Array, at: jax.Array) -> jax.Array:
         """The weights of these inputs and columns, as they lie."""
         first, second = (at_W, at) if is_transposed else (at, at_W)
         values = weight[0][e, first[:, None], second[None]]
@@ -119,7 +123,14 @@ def _multiply(block: int, is_transposed: bool, rows_RA: Any, *refs: Any) -> None
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 
 
-def _add_up(block: int, rows_RA: Any, g_RC: Any, first: Any, count: Any, out_EAC: Any) -> None:
+def _add_up(
+    block: int,
+    rows_RA: jax.Array,
+    g_RC: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    out_EAC: jax.Array,
+) -> None:
     """A tile of one expert's gradient."""
     expert = pl.program_id(0)
     at_A = _places(pl.program_id(1), rows_RA.shape[1])

@@ -19,7 +19,7 @@ MOST = 128
 
 
 @flax.struct.dataclass
-class Groups:
+class ExpertGroups:
     """Where the pairs of a token and an expert stand.
 
     Example: two tokens whose experts are [[1, 0], [1, 2]], in blocks of 2 rows: the rows are pairs
@@ -78,14 +78,14 @@ def block_of(pairs: int, experts: int) -> int:
     return min(max(1 << (share.bit_length() - 1), FEWEST), MOST)
 
 
-def rows_of(pairs: int, experts: int, block: int | None = None) -> int:
+def rows_needed(pairs: int, experts: int, block: int | None = None) -> int:
     """Rows that hold so many pairs, whatever their experts are. block: None: by `block_of`."""
     block = block_of(pairs, experts) if block is None else block
     return (pairs // block + min(experts, pairs)) * block
 
 
-def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
-    """Groups the pairs by expert. An id of `experts` is no expert."""
+def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
+    """ExpertGroups the pairs by expert. An id of `experts` is no expert."""
     ids = ids_Nk.reshape(-1)
     pairs = ids.size
     # Stable: the pairs of an expert keep their order.
@@ -96,7 +96,7 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
     first = jnp.cumsum(count) - count
 
     # The pair of each row, by the expert of its block and its place among that expert's rows.
-    blocks = rows_of(pairs, experts, block) // block
+    blocks = rows_needed(pairs, experts, block) // block
     number = jnp.arange(blocks)[:, None]
     expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
     place = (number - first[expert]) * block + jnp.arange(block)
@@ -106,7 +106,7 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> Groups:
     of_expert = jnp.minimum(ids[order], experts - 1)
     row = (first * block - before)[of_expert] + jnp.arange(pairs)
     row = jnp.where(ids[order] < experts, row, blocks * block)
-    return Groups(
+    return ExpertGroups(
         pair=jnp.where(is_row, pair, pairs).reshape(-1),
         row=jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(ids_Nk.shape),
         first=first,

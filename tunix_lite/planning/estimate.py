@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
-from tunix_lite.models.groups import rows_of
+from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
@@ -389,7 +389,7 @@ class MemoryEstimate:
     def _expert_rows(self, n: int) -> int:
         """Rows in which n tokens stand for their experts, blocks filled up; 0 without experts."""
         sizes = self.resolved.cfg.experts
-        return 0 if sizes is None else rows_of(n * sizes.per_token, sizes.count)
+        return 0 if sizes is None else rows_needed(n * sizes.per_token, sizes.count)
 
     def _projected(self, kind: str) -> tuple[int, int]:
         """Elements of one token of a layer of this kind on a device: what is projected to mix it
