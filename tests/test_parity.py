@@ -297,7 +297,8 @@ def test_out_equals_in(both, tmp_path):
     model, cfg, params, family, folder = both
     hf.save_params(params, cfg, family, tmp_path, hf.stored_dtypes(folder, family))
     (tmp_path / "config.json").write_text(json.dumps(config_json(cfg, family, pad_token_id=0)))
-    again = type(model).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    again = type(model).from_pretrained(tmp_path, **how).eval()
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         # A delta net of transformers may add up in another order in another object.
