@@ -49,8 +49,8 @@ from tunix_lite.settings.batch_size import BatchPlan
 from tunix_lite.settings.config import EVALUATED, RunConfig, ScoringModel
 from tunix_lite.settings.resolved_run import (
     ResolvedRun,
-    architecture_of,
     resolve_run,
+    trained_architecture,
 )
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.hub_rows import is_hub
@@ -201,7 +201,7 @@ def find_parts(run: RunConfig) -> Parts:
                 check()
     with error_context(""):
         model = source.locate(run.model)
-        cfg = architecture_of(run.model, model.cfg, run.algorithm.needs)
+        cfg = trained_architecture(run.model, model.cfg, run.algorithm.needs)
         model = replace(model, cfg=cfg)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)

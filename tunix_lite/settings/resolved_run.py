@@ -59,7 +59,7 @@ class FrozenModel:
     attention: str  # one of attention.IMPLEMENTATIONS
 
 
-def architecture_of(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
+def trained_architecture(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
     """The architecture as the algorithm needs it: reward models give numbers in place of logits.
     Raises ValueError for a reward model where logits are needed."""
     if "logits" == needs.output != cfg.output:
@@ -432,7 +432,7 @@ def resolve_run(
             "packing=auto: packing_choice.with_packing chooses it for resolve_run"
         )
     with error_context(""):
-        cfg = architecture_of(run.model, cfg, run.algorithm.needs)
+        cfg = trained_architecture(run.model, cfg, run.algorithm.needs)
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.

@@ -19,7 +19,7 @@ from tunix_lite.tracking.rows import is_number
 # Parts of the names of metrics that are the run's own. All others are of a user's observers, which
 # may not take one of these.
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
-OUR_PARTS += ("critic", "prompts", "rollout", "sampler", "time", "perf", "memory")
+OUR_PARTS += ("critic", "prompts", "rollout", "experts", "sampler", "time", "perf", "memory")
 # The numbers of a step's line: the name, and how it is written.
 _LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
