@@ -302,7 +302,7 @@ def test_out_equals_in(both, tmp_path):
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         # A delta net of transformers may add up in another order in another object.
-        atol = 1e-6 if cfg.delta else 0
+        atol = 5e-6 if cfg.delta else 0
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=atol)
     for (name, before), (_, after) in zip(model.named_parameters(), again.named_parameters()):
         assert torch.equal(before, after), name
