@@ -283,6 +283,12 @@ def every_setting(tmp_path_factory):
     run = compose([*words, f"model.chat_template={template}", "model.template.effort=low"])
     assert run.model.template == {"effort": "low"}, "without the + that Hydra wants for what is not there"
     kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)
+    words = ["count=8", "per_token=2", "mlp_dim=32"]
+    mixture = kept_of(
+        "model=qwen3_30b_a3b", "model.weights=random", *(f"model.architecture.experts.{w}" for w in words)
+    )
+    for group in ("rollout", "training"):
+        kept[group] = mixture[group] | kept[group]
     return run, kept | {"conversation": kept_of("task=guessing")["conversation"]}
 
 

@@ -10,9 +10,11 @@ PAGES = [*LIVING, ROOT / "CHANGELOG.md", *DECISIONS]
 
 
 def sentences(text: str) -> list[list[str]]:
-    """The words of each sentence. Code blocks, tables, headings, pictures and formulas are left out; `code` is a word."""
+    """The words of each sentence. Code blocks, tables, headings, pictures, formulas and targets of links are left out;
+    `code` is a word."""
     text = re.sub(r"^(```|:::).*?^\1\s*$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"^\[[^\]]*\]: \S+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`", "X", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     # a blank line, an item of a list and a heading begin anew

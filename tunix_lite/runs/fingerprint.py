@@ -152,6 +152,10 @@ def fingerprint(
     for name in ("reduce_dtype", "tp_reduce_dtype"):
         if getattr(training, name) != "float32":
             values["training"][name] = getattr(training, name)
+    if model.cfg.experts is not None:
+        values["rollout"]["replay_routes"] = rollout.replay_routes
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            values["training"][name] = getattr(training, name)
     code = _digests_of_code((values["algorithm"], task))
     if code:
         values["code"] = code
