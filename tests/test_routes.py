@@ -384,23 +384,28 @@ def aux_and_z(params, batch, ids):
 
 
 def router_logits(params, tokens):
-    """[L, n, E] of one sequence: what a forward pass gives its routers, caught on the way."""
+    """[L, n, E] of one sequence: what a forward pass gives its routers, caught on the way, times them in float64."""
+    row = np.zeros((1, WIDTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    inputs = np.asarray(_router_inputs(params, row, len(tokens)), np.float64)[:, 0, : len(tokens)]
+    return np.einsum("lnd,lde->lne", inputs, np.asarray(params["layers"]["router"], np.float64))
+
+
+@jax.jit
+def _router_inputs(params, tokens, length):
     seen = []
     route = experts.route
 
-    def watched(x, w, cfg, *rest):
-        seen.append(np.asarray(x[0], np.float64) @ np.asarray(w["router"], np.float64))
-        return route(x, w, cfg, *rest)
+    def watched(x, *rest):
+        seen.append(x)
+        return route(x, *rest)
 
-    experts.route = watched
-    try:
-        tokens = np.asarray(tokens)[None]
-        meta = attention.one_sequence_per_row(np.ones_like(tokens, bool))
-        with jax.disable_jit():
-            decoder.forward_and_routes(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
-    finally:
-        experts.route = route
-    return np.stack(seen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "route", watched)
+        meta = attention.one_sequence_per_row(jnp.arange(WIDTH)[None] < length)
+        # without loops and checkpoints, out of which nothing could be caught
+        decoder.forward_and_routes(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
+    return jnp.stack(seen)
 
 
 def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(sampled, mixture):
