@@ -1,5 +1,6 @@
 """Routes of a mixture of experts: the sampler records them, and scoring and the update take the same experts."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -459,6 +460,23 @@ def test_losses_of_routers_are_refused_without_experts():
         resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
     with pytest.raises(ConfigError, match="router_z_loss_coef=-1.0 must not be negative"):
         compose(["training.router_z_loss_coef=-1"])
+
+
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        ("router_bias", "model.lora: targets='router_bias' matches no weight; paths look like layers/q"),
+        (
+            ".*/expert_up",
+            "model.lora: targets='.*/expert_up' matches layers/expert_up, and adapters of experts have no",
+        ),
+    ],
+)
+def test_a_wrong_target_of_adapters_is_said_where_it_stands(targets, message):
+    lora = ["model.lora.rank=4", "model.lora.dropout=0.1", f"model.lora.targets='{targets}'"]
+    run = compose([*TINY_MIXTURE, *lora, "training.packing=none", "model.mesh_shape=[[1,1],[fsdp,tp]]"])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
 
 
 @pytest.mark.wide
