@@ -1,5 +1,6 @@
 """Routes of a mixture of experts: the sampler records them, and scoring and the update take the same experts."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +14,10 @@ from test_conversations import Numbers
 from test_train import OF_A_RUN, lines, without_time
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.api import export, load
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch
+from tunix_lite.inference import export as exporting
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.routing import RouterLoss
@@ -459,6 +462,23 @@ def test_losses_of_routers_are_refused_without_experts():
         compose(["training.router_z_loss_coef=-1"])
 
 
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        ("router_bias", "model.lora: targets='router_bias' matches no weight; paths look like layers/q"),
+        (
+            ".*/expert_up",
+            "model.lora: targets='.*/expert_up' matches layers/expert_up, and adapters of experts have no",
+        ),
+    ],
+)
+def test_a_wrong_target_of_adapters_is_said_where_it_stands(targets, message):
+    lora = ["model.lora.rank=4", "model.lora.dropout=0.1", f"model.lora.targets='{targets}'"]
+    run = compose([*TINY_MIXTURE, *lora, "training.packing=none", "model.mesh_shape=[[1,1],[fsdp,tp]]"])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
+
+
 @pytest.mark.wide
 def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
     """Completions in flight are in its checkpoint, with their routes."""
@@ -482,6 +502,20 @@ def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
     rows = [[without_time(row) for row in lines(tmp_path / name)] for name in ("whole", "died")]
     assert rows[0] == rows[1]
     assert rows[0][0]["experts/rerouted"] == 0 < rows[0][-1]["experts/load_max"]
+
+
+def test_an_export_is_compared_on_the_same_routes(tmp_path, monkeypatch):
+    """Rounded to bfloat16, this router chooses other experts for some tokens: scores moved by 0.068 of their size."""
+    model = load(compose([*TINY_MIXTURE, "model.mesh_shape=[[1,1],[fsdp,tp]]"]))
+    assert 0 < export(model, tmp_path / "good").difference < 0.02
+    write = exporting.hf.save_params
+
+    def other_router(params, *rest):
+        write(params | {"layers": params["layers"] | {"router": -params["layers"]["router"]}}, *rest)
+
+    monkeypatch.setattr(exporting.hf, "save_params", other_router)
+    with pytest.raises(ConfigError, match="read back, gives other scores"):
+        export(model, tmp_path / "bad")
 
 
 ARITHMETIC = [

@@ -38,7 +38,7 @@ from tunix_lite.models.weights import (
 )
 from tunix_lite.parallel.mesh import constrain, current_rules, spec
 
-# gpt-oss: the gate of an activation with a limit is times the sigmoid of this, times the gate.
+# gpt-oss: with a limit, the gate is multiplied by the sigmoid of this times the gate.
 _SIGMOID_SCALE = 1.702
 
 

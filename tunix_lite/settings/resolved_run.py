@@ -436,6 +436,10 @@ def resolve_run(
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.
+    if lora is not None:
+        # else the error of a wrong target would name the mesh
+        with error_context("model.lora"):
+            trained_weights(decoder.weights(cfg), lora)
     with error_context("model.mesh_shape"):
         _check_model_divides(run, cfg, lora, mesh_shape)
     base = run.model.lora.base
