@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import random_params
+from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
@@ -179,6 +179,7 @@ def a_folder(path, cfg, family, pad_id: int | None, template: str | None = "{{ m
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """One of the bundled architecture, cut to one layer, with another template than the policy's."""
+    set_mesh(1, 1)
     path = tmp_path_factory.mktemp("reward") / "model"
     cfg, family = read_config(BUNDLED)
     a_folder(path, replace(cfg, num_layers=1, pattern=("global",), window=None, output="score"), family, 0,
