@@ -36,6 +36,7 @@ from tunix_lite.learner.policy import batch_scores
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder
+from tunix_lite.models.architecture import Experts
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.estimate import MemoryEstimate
@@ -349,6 +350,24 @@ def test_a_value_is_read_where_its_token_is_predicted(cfg, params, rollout, is_o
     np.testing.assert_allclose(layout.back(valued.values), expected, atol=2e-5)
     at_collect = jax.jit(partial(token_values, scores, critic))(both, rows)
     np.testing.assert_allclose(at_collect, valued.values, atol=1e-6)
+
+
+@pytest.mark.parametrize("output", ["shared", "own", "score"])
+def test_what_routers_did_comes_with_every_score(cfg, rollout, output):
+    """An update adds it to the losses of routers: of the policy beside a critic, and of a reward model."""
+    cfg = replace(cfg, experts=Experts(4, 2, 8))
+    params = random_params(cfg)
+    rows, _ = RowLayout().lay_out(batch_to_value(rollout))
+    scores = partial(batch_scores, cfg=cfg, **SCORING)
+    alone = jax.jit(scores)(params, rows)
+    if output == "score":
+        scores = partial(batch_scores, cfg=replace(cfg, output="score"), **SCORING)
+        found = jax.jit(scores)(params | {"score": jnp.ones(cfg.embed_dim)}, rows)
+    else:
+        critic = Critic(output == "own")
+        found = jax.jit(with_values(scores, critic))(networks(cfg, params, critic), rows)
+    assert alone.experts.load.sum() > 0
+    jax.tree.map(np.testing.assert_array_equal, found.experts, alone.experts)
 
 
 def train_step(cfg, critic: Critic, algorithm: PPO, rate: float = 1e-3) -> TrainStep:

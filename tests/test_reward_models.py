@@ -1,6 +1,7 @@
 """Reward models: their number at the token that transformers reads, their training, and a run that learns from one."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import random_params
+from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
@@ -178,6 +179,7 @@ def a_folder(path, cfg, family, pad_id: int | None, template: str | None = "{{ m
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """One of the bundled architecture, cut to one layer, with another template than the policy's."""
+    set_mesh(1, 1)
     path = tmp_path_factory.mktemp("reward") / "model"
     cfg, family = read_config(BUNDLED)
     a_folder(path, replace(cfg, num_layers=1, pattern=("global",), window=None, output="score"), family, 0,
@@ -221,6 +223,8 @@ def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
         find_parts(compose([*TINY, *words]))
     with pytest.raises(ValueError, match="normalize=true: config.json has mean=None and std=None"):
         RewardScorer(RewardModel("x", normalize=True), None, None, 1, {})
+    with pytest.raises(ConfigError, match="was made for 512 tokens, and max_length is 4096; write max_length: 512"):
+        find_parts(compose([*TINY, reward(folder, max_length=4096)]))
     with pytest.raises(ConfigError, match=r"rewards.rm is a reward model, which reads single turns"):
         compose(["task=guessing", *words])
 
@@ -307,6 +311,9 @@ def test_a_trained_reward_model_is_one_of_transformers(pairs, tmp_path, lora):
     config = json.loads((written.folder / "config.json").read_text())
     assert config["architectures"] == ["Gemma3TextForSequenceClassification"] and len(config["id2label"]) == 1
     assert config["pad_token_id"] == model.tokenizer.pad_id
+    # the line that uses it is one that a run takes
+    (word,) = shlex.split(written.serve)[2:]
+    assert compose([*TINY, word]).scoring_models["reward_rm"].settings.weights == str(written.folder)
 
     # the held-out rows, by the folder
     held_out = PAIRS[2::3]

@@ -122,6 +122,7 @@ class ValuedScores(NamedTuple):
     logprobs: jax.Array
     entropy: jax.Array
     values: jax.Array  # float32, in units of the reward, 0 elsewhere; it has a gradient
+    experts: Any = None  # of the policy, as TokenScores
 
     # as TokenScores
     __array_ufunc__ = None

@@ -53,7 +53,7 @@ class Exported:
     folder: Path
     kind: str  # one of KINDS
     difference: float  # of the logits after reading back, relative to their size
-    serve: str  # the command that serves it
+    serve: str  # the command that serves it, or learns from it as a reward
 
 
 def check_export(
@@ -436,6 +436,12 @@ def _describe(
         served = (
             f"vllm serve {base} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
+        )
+    if model.cfg.output == "score":
+        served = (
+            "python run_training.py '+task.rewards.rm={_target_: "
+            f"tunix_lite.rewards.model.RewardModel, weights: {out}, "
+            f"max_length: {min(1024, model.cfg.max_positions)}}}'"
         )
 
     # The model card.

@@ -78,7 +78,7 @@ def with_values(
         if critic.is_own:
             sampled = scores(params[POLICY], batch)
             values_RW = token_values(scores, critic, params, batch)
-            return ValuedScores(sampled.logprobs, sampled.entropy, values_RW)
+            return ValuedScores(sampled.logprobs, sampled.entropy, values_RW, sampled.experts)
 
         def both(before_RMD: jax.Array, *settings: jax.Array | float | None) -> ValuedScores:
             # one pass through the layers serves both heads

@@ -185,10 +185,11 @@ def batch_scores(
     if cfg.output != "logits":
         # the number up to a token, that itself included
         numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
-        return TokenScores(numbers_RW, None)
-    table_VD = decoder.output_table(params, cfg)
-    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    scores_RW = jax.tree.map(in_rows, scores_RM)
+        scores_RW = TokenScores(numbers_RW, None)
+    else:
+        table_VD = decoder.output_table(params, cfg)
+        scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+        scores_RW = jax.tree.map(in_rows, scores_RM)
     # another head has no field for them
     if routed is None or not hasattr(scores_RW, "experts"):
         return scores_RW

@@ -278,11 +278,12 @@ class ScoringModel:
         """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
         texts."""
         if self.longest > cfg.max_positions:
-            lengths = "max_prompt_length + generation.max_new_tokens"
-            of = lengths if self.batch_size is None else "max_length"
+            of, right = "max_prompt_length + generation.max_new_tokens", ""
+            if self.batch_size is not None:
+                of, right = "max_length", f"; write max_length: {cfg.max_positions}"
             raise ValueError(
                 f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"{of} is {self.longest}"
+                f"{of} is {self.longest}{right}"
             )
         # whether the folder holds a reward model is seen when its weights are there
         is_new = self.batch_size is not None and cfg.output == "logits"
