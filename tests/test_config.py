@@ -283,10 +283,9 @@ def every_setting(tmp_path_factory):
     run = compose([*words, f"model.chat_template={template}", "model.template.effort=low"])
     assert run.model.template == {"effort": "low"}, "without the + that Hydra wants for what is not there"
     kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)
-    words = ["count=8", "per_token=2", "mlp_dim=32"]
-    mixture = kept_of(
-        "model=qwen3_30b_a3b", "model.weights=random", *(f"model.architecture.experts.{w}" for w in words)
-    )
+    words = [f"model.architecture.experts.{size}" for size in ("count=8", "per_token=2", "mlp_dim=32")]
+    words += [f"training.router_{loss}_loss_coef=0.1" for loss in ("aux", "z")]
+    mixture = kept_of("model=qwen3_30b_a3b", "model.weights=random", *words)
     for group in ("rollout", "training"):
         kept[group] = mixture[group] | kept[group]
     return run, kept | {"conversation": kept_of("task=guessing")["conversation"]}

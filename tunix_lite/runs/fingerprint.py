@@ -134,10 +134,8 @@ def fingerprint(
     rollout = run.rollout
     if rollout.is_stale:
         # which tokens are of earlier weights depends on slots and chunks
-        values["rollout"] |= {
-            "overlap": rollout.overlap,
-            "max_staleness": rollout.max_staleness,
-        }
+        for name in ("overlap", "max_staleness"):
+            values["rollout"][name] = getattr(rollout, name)
         if rollout.overlap == "carry":
             slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
             values["rollout"] |= {"slots": slots, "chunk": rollout.chunk}
@@ -149,13 +147,12 @@ def fingerprint(
         values["training"]["max_steps"] = training.max_steps
     if training.epochs is not None:
         values["training"]["last_batch"] = training.last_batch
-    for name in ("reduce_dtype", "tp_reduce_dtype"):
-        if getattr(training, name) != "float32":
+    losses = ("router_aux_loss_coef", "router_z_loss_coef")
+    for name in ("reduce_dtype", "tp_reduce_dtype", *losses):
+        if getattr(training, name) not in ("float32", 0):
             values["training"][name] = getattr(training, name)
     if model.cfg.experts is not None:
         values["rollout"]["replay_routes"] = rollout.replay_routes
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            values["training"][name] = getattr(training, name)
     code = _digests_of_code((values["algorithm"], task))
     if code:
         values["code"] = code
