@@ -12,8 +12,9 @@ import jax
 import pytest
 from forked import called
 
+from tunix_lite.basics.locks import lock_owner
 from tunix_lite.commands import check
-from tunix_lite.distributed.folder_lock import _lock_owner, lock_folder
+from tunix_lite.distributed.folder_lock import lock_folder
 
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
@@ -59,7 +60,7 @@ def other(tmp_path):
 def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
     os.kill(other.pid, signal.SIGKILL)
     with lock_folder(tmp_path / "run", 5):
-        assert _lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
+        assert lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
     with lock_folder(tmp_path / "run", 0):
         pass
 

@@ -210,7 +210,11 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types: sliding_attention is not supported"),
-        ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "rope scaling of layers w"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": YARN | {"factor": 2.0}, "full_attention": YARN}},
+            "of layers w",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_with_file_and_key(name, change, message, tmp_path):

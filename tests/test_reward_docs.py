@@ -15,6 +15,7 @@ from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # n
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.rewards import answers, code, judge, math_verify, similarity, text
+from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.rewards.text import brevity
 from tunix_lite.runs import setup
@@ -67,8 +68,10 @@ def targets(value) -> list[dict]:
 def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_installed):
     source = SimpleNamespace(train=[], held_out=[])
     called = 0
-    built = [build(dict[str, Reward], block["rewards"], "rewards") for block in yaml_of_the_guide()]
+    built = [build(dict[str, Reward | RewardModel], block["rewards"], "rewards") for block in yaml_of_the_guide()]
     for reward in [reward for rewards in built for reward in rewards.values()]:
+        if isinstance(reward, RewardModel):  # the folder is the reader's
+            continue
         TaskConfig(source, "{question}", {"r": reward})
         if isinstance(reward.fn, judge.Judge | math_verify.MathVerify):
             continue
@@ -83,7 +86,7 @@ def test_every_yaml_of_the_page_is_a_task_and_its_rewards_can_be_called(as_if_in
 def test_the_defaults_on_the_page_are_those_of_the_code(as_if_installed):
     """Where a block names every setting of a reward, it shows the defaults; what has none is chosen for the page."""
     chosen = {"base_url", "model", "prompt", "cache", "choices", "target", "width", "max_length", "correct", "pattern"}
-    chosen |= {"max_tokens", "buffer_tokens", "start", "end", "steps", "begin", "text", "length"}
+    chosen |= {"max_tokens", "buffer_tokens", "start", "end", "steps", "begin", "text", "length", "weights"}
     for pasted in targets(yaml_of_the_guide()):
         module, _, name = pasted["_target_"].rpartition(".")
         kind = getattr(importlib.import_module(module), name)

@@ -357,7 +357,7 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
 
 def test_a_checkpoint_with_other_routes_than_tokens_is_refused():
     one = OpenCompletion(
-        0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), np.ones((3, 4), np.uint8), np.ones((2, 4), np.uint8)
+        0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), None, np.ones((3, 4), np.uint8), np.ones((2, 4), np.uint8)
     )
     arrays = InFlight([one, OpenCompletion(0, 1, 0)], 1).as_arrays()
     assert arrays["routes"].shape == (5, 4) and arrays["read"].tolist() == [3, 0]

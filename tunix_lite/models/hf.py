@@ -314,11 +314,16 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
     return whole
 
 
+def _is_score(weight: Weight) -> bool:
+    """Whether a weight is the head of a reward model; a bias of one expert has its axes, too."""
+    return weight.axes == ("embed",) and weight.is_exact
+
+
 def hf_shape(weight: Weight) -> tuple[int, ...]:
     """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
     [outputs, 1, taps]; of experts in one tensor, the same for each of them; the head of a reward
     model [1, D]."""
-    if weight.axes == ("embed",):
+    if _is_score(weight):
         return 1, *weight.shape
     if is_of_experts(weight):
         return weight.shape[0], *hf_shape(of_one_expert(weight))
@@ -386,7 +391,7 @@ def _read_slice(
         return tensors.read(name, (outputs, inputs)).T.reshape(shape)
     if weight.axes[-1] == "taps":
         index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
-    elif weight.axes == ("embed",):
+    elif _is_score(weight):
         index = (slice(None), flat_slice(0, 1))
     elif weight.axes[0] != "vocab":
         index = (flat_slice(0, num_dims),)

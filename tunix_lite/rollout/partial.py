@@ -48,11 +48,11 @@ class OpenCompletion:
     logprobs: tuple[float, ...] = ()
     full_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # updates made before each token was drawn
+    reason: str | None = None  # one of types.FINISH; None: it has not ended
     # [P, L * k] of its prompt and [n, L * k] of its tokens: the experts that each took when it was
     # read first, which every later reading takes, too; None: none are recorded
     prompt_routes: np.ndarray | None = field(default=None, compare=False)
     routes: np.ndarray | None = field(default=None, compare=False)
-    reason: str | None = None  # one of types.FINISH; None: it has not ended
 
     @property
     def group(self) -> tuple[int, int]:
