@@ -295,7 +295,7 @@ def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
     words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
     run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
     whole, again = tmp_path / "whole", tmp_path / "again"
-    assert recorded_runs.ended(recorded_runs.started(run, whole)) == 0
+    assert recorded_runs.started(run, whole).wait(timeout=300) == 0
     epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
     step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
     started = recorded_runs.started(run, again)
@@ -304,7 +304,7 @@ def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
         time.sleep(0.02)
     os.killpg(started.pid, signal.SIGKILL)
     assert started.wait() == -signal.SIGKILL and recorded_runs.last_logged_step(again) < len(epochs)
-    assert recorded_runs.ended(recorded_runs.started(run, again)) == 0
+    assert recorded_runs.started(run, again).wait(timeout=300) == 0
     assert "resumed from step" in (again / "train.log").read_text()
     assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
     assert recorded_runs.checkpoint_of(again) == recorded_runs.checkpoint_of(whole)
