@@ -479,6 +479,14 @@ def test_a_wrong_target_of_adapters_is_said_where_it_stands(targets, message):
         resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
 
 
+def test_gradients_of_experts_that_would_wait_for_the_mesh_are_refused():
+    words = ["training.sync_gradients_every=2", "training.micro_batch_size=8", "training.packing=none"]
+    run = compose([*TINY_MIXTURE, *words])
+    with pytest.raises(ConfigError, match="training: sync_gradients_every=2: the gradients of experts"):
+        resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
+    resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 2}, "cpu")
+
+
 @pytest.mark.wide
 def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
     """Completions in flight are in its checkpoint, with their routes."""

@@ -139,7 +139,9 @@ class BucketFolder:
             if last.get("held") and other != dead:
                 now = time.monotonic()
                 if last != seen:
-                    seen, since, beats = last, now, beats + 1
+                    seen = last
+                    since = now
+                    beats += 1
                     if not beats:
                         _say(
                             f"waiting for {address_of(self.place)}, which is in use by {other}; "

@@ -475,6 +475,13 @@ def resolve_run(
             f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
         )
 
+    every = run.training.sync_gradients_every
+    if cfg.experts is not None and every > 1 and mesh_shape["fsdp"] > 1:
+        raise ConfigError(
+            f"training: sync_gradients_every={every}: the gradients of experts cross the mesh in "
+            "every micro-batch; set training.sync_gradients_every=1"
+        )
+
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
@@ -565,14 +572,8 @@ def learns_from(needs: Needs) -> str:
 def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its adapters;
-    and if experts could not sum their gradients as the run asks."""
-    every = run.training.sync_gradients_every
-    if cfg.experts is not None and every > 1 and mesh_shape["fsdp"] > 1:
-        raise ValueError(
-            f"sync_gradients_every={every}: the gradients of experts cross the mesh in every "
-            "micro-batch; set training.sync_gradients_every=1"
-        )
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
+    adapters."""
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:
