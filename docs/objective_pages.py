@@ -168,7 +168,7 @@ WORDS = {
         "2306.13649",
         others=(
             "algorithm.divergence=reverse",
-            "algorithm.divergence=forward algorithm.top_k=64",
+            "algorithm.divergence=forward",
             "algorithm.teacher.storage=int8 algorithm.reward_coef=0.5",
         ),
     ),

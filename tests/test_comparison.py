@@ -34,7 +34,7 @@ from test_exactness import difference, expected, log_probabilities
 THEIRS = replace(CAPPED, embed_dim=24, mlp_dim=16)  # another size, and its logits are capped
 TEACHER = TeacherConfig("bundled")
 REVERSE = Distill(TEACHER, divergence="reverse", teacher_coef=2.0)
-MIXED = Distill(TEACHER, divergence="jensen_shannon", mix=0.25, top_k=6)
+MIXED = Distill(TEACHER, divergence="jensen_shannon", mix=0.25)
 
 
 def teacher_arrays():
@@ -43,10 +43,6 @@ def teacher_arrays():
 
 def summands(algorithm: Distill, ours, theirs):
     """The divergence of each token, of log-probabilities [T, V], as the papers write it."""
-    if algorithm.top_k:
-        tokens = jnp.argsort(-theirs, -1)[:, : algorithm.top_k]
-        bins = (jnp.take_along_axis(x, tokens, -1) for x in (ours, theirs))
-        ours, theirs = (jnp.concatenate([x, jnp.log1p(-jnp.exp(x).sum(-1, keepdims=True))], -1) for x in bins)
     p, q = jnp.exp(ours), jnp.exp(theirs)
     if algorithm.divergence == "reverse":
         return (p * (ours - theirs)).sum(-1)
@@ -91,8 +87,8 @@ def comparing(algorithm: Distill, policy, rows, batch):
     teacher = Teacher(algorithm.comparison, THEIRS.final_softcap, THEIRS.embed_dim, MODELS["plain"].cfg.vocab_size)
     params = exactness_worker.placed(teacher_arrays(), decoder.weights(THEIRS), np.float32)
     scores = make_policy(THEIRS, None, 1.0, rows=rows).scores
-    table = None if algorithm.top_k else decoder.output_table(params, THEIRS)
-    program = compiled_once(on_every_device(description_program(scores, teacher), rows).lower)
+    table = decoder.output_table(params, THEIRS)
+    program = compiled_once(on_every_device(description_program(scores), rows).lower)
     policy = replace(policy, scores=with_divergence(policy.scores, teacher))
     return policy, FrozenComparer(params, table, rows, program)(batch)
 
@@ -130,22 +126,20 @@ def test_values_go_to_the_same_tokens_after_other_prompts():
 
 
 def test_a_plan_counts_what_is_kept_of_the_teacher():
-    """By hand: 16 sequences of 80 columns on two shards, 96 float32 of each hidden state, or 16 tokens and 17 numbers."""
+    """By hand: 16 sequences of 80 columns on two shards, 96 float32 of each hidden state."""
     added = {}
     distilled = ["algorithm=distill", "training.prompts_per_step=4", "training.packing=none"]
     for name, more in {
         "token": [],
         "all": ["algorithm.divergence=reverse"],
-        "few": ["algorithm.divergence=forward", "algorithm.top_k=16"],
     }.items():
         run = compose([*distilled, *more, "evaluation.num_examples=0"])
         resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
         phases = assemble_plan(find_machine("h100x2"), resolved, {}).phases
         added[name] = {phase.name: phase.adds for phase in phases}
     columns = 8 * 80
-    for name, of_a_token in (("all", 4 * 96), ("few", 4 * (16 + 17))):
-        kept = columns * of_a_token
-        assert added[name]["update"]["batch"] - added["token"]["update"]["batch"] == kept
-        # its own rows while they are made, and all rows on every device
-        assert added[name]["teacher"]["kept"] == 3 * kept
-    assert added["all"]["update"]["activations"] > added["few"]["update"]["activations"]
+    kept = columns * 4 * 96
+    assert added["all"]["update"]["batch"] - added["token"]["update"]["batch"] == kept
+    # its own rows while they are made, and all rows on every device
+    assert added["all"]["teacher"]["kept"] == 3 * kept
+    assert added["all"]["update"]["activations"] > added["token"]["update"]["activations"]

@@ -8,11 +8,11 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.models import vocabulary
-from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
+from tunix_lite.models.divergence import Kind, head_divergence
 from tunix_lite.models.vocabulary import head_spec
 from tunix_lite.parallel.mesh import put
 
-B, M, V, D, E, K = 4, 6, 44, 8, 6, 7
+B, M, V, D, E = 4, 6, 44, 8, 6
 KINDS = [Kind("forward"), Kind("reverse"), Kind("jensen_shannon", 0.5), Kind("jensen_shannon", 0.1)]
 # a way: the mesh, and scores at once (None: one block)
 WAYS = [((1, 1), None), ((2, 2), B * M * 22 // 2 // 5 + 1)]
@@ -46,41 +46,28 @@ def by_the_formula(kind: Kind, ours, theirs):
     return kind.mix * (q * (theirs - m)).sum(-1) + (1 - kind.mix) * (p * (ours - m)).sum(-1)
 
 
-def in_bins(logs, tokens):
-    """The tokens of each list, and one bin for all others."""
-    listed = np.take_along_axis(logs, tokens, -1)
-    return np.concatenate([listed, np.log(1 - np.exp(listed).sum(-1, keepdims=True))], -1)
+def value(kind: Kind, hidden, table, theirs, their_table):
+    return by_the_formula(kind, logprobs(hidden, table, CAPS[0]), logprobs(theirs, their_table, CAPS[1]))
 
 
-def value(kind: Kind, hidden, table, theirs, their_table, tokens=None):
-    ours, other = logprobs(hidden, table, CAPS[0]), logprobs(theirs, their_table, CAPS[1])
-    if tokens is not None:
-        ours, other = in_bins(ours, tokens), in_bins(other, tokens)
-    return by_the_formula(kind, ours, other)
-
-
-def program(kind: Kind, is_list: bool):
-    """(arrays) -> the divergence, and the list if there is one. It is differentiated, too: test_comparison.py and
-    tests/conformance compare gradients."""
+def program(kind: Kind):
+    """(arrays) -> the divergence. It is differentiated, too: test_comparison.py and tests/conformance compare
+    gradients."""
 
     def run(hidden, table, theirs, their_table, slopes):
         specs = [head_spec(V, cap, TEMPERATURE) for cap in CAPS]
-        found = top_tokens(specs[1], theirs, their_table, K) if is_list else ()
 
         def of(hidden, table):
-            if is_list:
-                return list_divergence(kind, specs[0], hidden, table, *found)
             return head_divergence(kind, specs[0], hidden, table, specs[1], theirs, their_table)
 
         result, pull = jax.vjp(of, hidden, table)
-        return result, found, pull(slopes)
+        return result, pull(slopes)
 
     return run
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("is_list", [False, True], ids=["all tokens", "top k"])
-def test_divergence_is_that_of_the_formulas_and_needs_no_table_of_all_scores(way, is_list, monkeypatch):
+def test_divergence_is_that_of_the_formulas_and_needs_no_table_of_all_scores(way, monkeypatch):
     mesh, at_once = way
     set_mesh(*mesh)
     if at_once is not None:
@@ -89,18 +76,12 @@ def test_divergence_is_that_of_the_formulas_and_needs_no_table_of_all_scores(way
     batch, table = ("batch", "seq", "act_embed"), ("vocab", "embed")
     axes = (batch, table, batch, table, batch[:2])
     placed = [put(x, *names) for x, names in zip(given, axes)]
-    for kind in KINDS if at_once is None and not is_list else KINDS[1:3]:
-        compiled = jax.jit(program(kind, is_list)).lower(*placed).compile()
-        found, listed, _ = compiled(*placed)
-        tokens = None
-        if is_list:
-            tokens = np.asarray(listed[0])
-            theirs = logprobs(*given[2:4], CAPS[1])
-            np.testing.assert_array_equal(np.sort(tokens), np.sort(np.argsort(-theirs, -1)[..., :K]))
-            np.testing.assert_allclose(listed[1], in_bins(theirs, tokens), atol=1e-5)
-        np.testing.assert_allclose(found, value(kind, *given[:4], tokens), rtol=2e-5, atol=1e-6)
+    for kind in KINDS if at_once is None else KINDS[1:3]:
+        compiled = jax.jit(program(kind)).lower(*placed).compile()
+        found, _ = compiled(*placed)
+        np.testing.assert_allclose(found, value(kind, *given[:4]), rtol=2e-5, atol=1e-6)
         # in blocks, the logits of all tokens never exist together, of one model or of both
-        whole = B * M * V // (1 if is_list else mesh[0] * mesh[1])  # lists are about as long as a part here
+        whole = B * M * V // (mesh[0] * mesh[1])
         shapes = re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
         largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
         assert (largest >= whole) == (at_once is None)

@@ -550,26 +550,12 @@ def jensen_shannon(mix: float) -> Callable:
     return apart
 
 
-def in_bins(logs: np.ndarray, listed: np.ndarray) -> np.ndarray:
-    """The listed tokens, and one bin for all others."""
-    # the others are added up: 1 less the listed ones loses a small rest
-    rest = np.where(listed, 0.0, np.exp(logs)).sum(axis=-1, keepdims=True)
-    count = int(listed[0, 0].sum())
-    places = np.argsort(~listed, axis=-1, kind="stable")[..., :count]
-    places = np.broadcast_to(places, (*logs.shape[:-1], count))
-    return np.concatenate([np.take_along_axis(logs, places, axis=-1), np.log(rest)], axis=-1)
-
-
-def divergence(apart: Callable, top_k: int = 0) -> Loss:
-    """sum_t w_t D(p_t, q_t), q of the teacher; top_k: over its likeliest tokens and one bin."""
+def divergence(apart: Callable) -> Loss:
+    """sum_t w_t D(p_t, q_t), q of the teacher."""
 
     def loss(fixture: Fixture, logprobs: np.ndarray) -> np.ndarray:
         terms = _terms(fixture, logprobs, np.zeros((1, 1)))
         p, q = distribution(terms.lp), distribution(terms.ref)
-        if top_k:
-            # the k-th largest and whatever is above it
-            listed = q >= np.sort(q, axis=-1)[..., -top_k, None]
-            p, q = in_bins(p, listed), in_bins(q, listed)
         weight = token_mean(fixture.counted, fixture)
         return np.where(terms.mask, weight * apart(p, q), 0.0).sum(axis=(-2, -1))
 

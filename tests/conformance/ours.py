@@ -21,7 +21,7 @@ from tunix_lite.algorithms.algorithm import Algorithm, Policy, TeacherComparison
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch, ComparedScores, Graded, Rollout, RowBatch, TokenScores
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
+from tunix_lite.models.divergence import Kind, head_divergence
 from tunix_lite.models.vocabulary import head_spec
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.settings.config import build
@@ -220,10 +220,7 @@ def _divergence(comparison: TeacherComparison, here: jax.Array, ref: jax.Array) 
     @jax.jit
     def apart(here: jax.Array, ref: jax.Array) -> jax.Array:
         ours, theirs = (jnp.stack([x, jnp.ones_like(x)], axis=-1) for x in (here, ref))
-        if not comparison.top_k:
-            return head_divergence(kind, spec, ours, table, spec, theirs, table)
-        listed = top_tokens(spec, theirs, table, comparison.top_k)
-        return list_divergence(kind, spec, ours, table, *listed)
+        return head_divergence(kind, spec, ours, table, spec, theirs, table)
 
     return apart(here, ref)
 

@@ -432,16 +432,13 @@ REVERSE = "KL(p || q) = sum_v p_v (log p_v - log q_v)"
 MIXTURE = "0.25 KL(q || m) + 0.75 KL(p || m), m = 0.25 q + 0.75 p"
 
 
-def between_models(name: str, apart: Any, formula: str, top_k: int = 0) -> Variant:
+def between_models(name: str, apart: Any, formula: str) -> Variant:
     """A divergence of policy and teacher with its own gradient, no rewards."""
-    settings = DISTILL_OURS | {"divergence": name} | ({"top_k": top_k} if top_k else {})
+    settings = DISTILL_OURS | {"divergence": name}
     if name == "jensen_shannon":
         settings["mix"] = 0.25
-    over = "all tokens; arXiv:2306.13649"
-    if top_k:
-        over = f"the {top_k} likeliest tokens of q and one bin for all others; arXiv:2601.20802"
-    objective = f"distill_{name}" + ("_top_k" if top_k else "")
-    return Variant(objective, "paper", f"{formula} over {over}", f.divergence(apart, top_k), settings)
+    formula = f"{formula} over all tokens; arXiv:2306.13649"
+    return Variant(f"distill_{name}", "paper", formula, f.divergence(apart), settings)
 
 
 AS_REWARD = "A_t = - sg[lp - lp_teacher] of each token; - rho A"
@@ -470,9 +467,6 @@ _DEMONSTRATIONS = [
     between_models("forward", f.forward_kl, FORWARD),
     between_models("reverse", f.reverse_kl, REVERSE),
     between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE),
-    between_models("forward", f.forward_kl, FORWARD, top_k=2),
-    between_models("reverse", f.reverse_kl, REVERSE, top_k=2),
-    between_models("jensen_shannon", f.jensen_shannon(0.25), MIXTURE, top_k=2),
     # All agree.
     Variant("sft", "trl", "- lp; token mean", f.likelihood(), {"_target_": "tunix_lite.algorithms.sft.SFT"}),
 ]

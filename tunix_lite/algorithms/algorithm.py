@@ -62,13 +62,11 @@ class Rescorer(Protocol):
 @dataclass(frozen=True)
 class TeacherComparison:
     """Comparison of the policy with one of the algorithm's frozen models, token by token.
-    Example: TeacherComparison("teacher", "reverse", top_k=100)."""
+    Example: TeacherComparison("teacher", "reverse")."""
 
     model: str  # the name of the frozen model
     divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
     mix: float = 0.5  # weight b of jensen_shannon
-    # likeliest tokens of the teacher that are compared, beside one bin; 0: the whole vocabulary
-    top_k: int = 0
 
 
 class Comparer(Protocol):

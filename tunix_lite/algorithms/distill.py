@@ -11,8 +11,7 @@ that of KL(policy || teacher). As a loss, with its own gradient, it would have n
 There is one update per rollout, so that rho_t is 1 where the sampler and the trainer agree.
 
 Any other divergence compares the two distributions that the token could have been drawn from, over
-the whole vocabulary or the teacher's top_k tokens, and has a gradient of its own
-(models/divergence.py):
+the whole vocabulary, and has a gradient of its own (models/divergence.py):
 
 loss = sum_t w_t (teacher_coef D_t - rho_t reward_coef A)
 """
@@ -65,9 +64,6 @@ class Distill:
     divergence: str = "token"
     # Weight of the teacher in the mixture, between 0 and 1. Used by divergence=jensen_shannon.
     mix: float = 0.5
-    # Tokens that a divergence of distributions compares: the teacher's k likeliest. 0 compares all
-    # tokens.
-    top_k: int = 0
     # Weight of the teacher's part of the objective, above 0.
     teacher_coef: float = 1.0
     # Weight of the advantages from the task's rewards. 0 ignores the rewards.
@@ -89,11 +85,6 @@ class Distill:
             ),
             f"mix={self.mix} must be between 0 and 1; 0 would be divergence=forward, and 1 "
             "divergence=reverse": not 0 < self.mix < 1,
-            f"top_k={self.top_k} must not be negative; 0: all tokens": self.top_k < 0,
-            f"top_k={self.top_k} changes nothing with divergence=token, which compares the sampled "
-            "token; give divergence=reverse or forward": (
-                self.top_k > 0 and self.divergence == "token"
-            ),
             f"teacher_coef={self.teacher_coef} must be above 0": self.teacher_coef <= 0,
             f"reward_coef={self.reward_coef} must not be negative": self.reward_coef < 0,
             f"num_generations={self.num_generations} must be at least 1": self.num_generations
@@ -128,7 +119,7 @@ class Distill:
         """Comparison of policy and teacher; None where only the sampled token counts."""
         if self.divergence == "token":
             return None
-        return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
+        return TeacherComparison("teacher", self.divergence, self.mix)
 
     def collect(
         self,

@@ -1,7 +1,6 @@
 """Divergence between two models at each token: KL(q || p), KL(p || q) or Jensen-Shannon, over the
-whole vocabulary or over the k likeliest tokens of the teacher and one bin for all others
-(arXiv:2306.13649, arXiv:2601.20802). Only a block of both models' logits exists at once
-(models/vocabulary.py)."""
+whole vocabulary (arXiv:2306.13649, arXiv:2601.20802). Only a block of both models' logits exists at
+once (models/vocabulary.py)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -52,9 +51,6 @@ class Kind:
         mixture = jnp.logaddexp(of_teacher, of_student)
         slope = jnp.exp(of_student) * (student - mixture)
         return jnp.exp(of_teacher) * (teacher - mixture) + slope, slope
-
-
-# ---- over the whole vocabulary
 
 
 def head_divergence(
@@ -187,145 +183,3 @@ def _backward(
 
 
 _divergence.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
-
-
-# ---- over the likeliest tokens of the teacher, and all others together
-
-
-def top_tokens(
-    spec: HeadSpec, hidden_BMD: jax.Array, table_VD: jax.Array, k: int
-) -> tuple[jax.Array, jax.Array]:
-    """The k likeliest tokens, [B, M, K] int32, and their log-probabilities with that of all others
-    together, [B, M, K + 1] float32; without a gradient."""
-    table_NPSD = constrained(
-        table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
-    )
-    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
-    none = jnp.zeros((*zeros.shape, k), zeros.dtype)
-
-    # the best so far compete with those of the next block
-    def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
-        best, tokens = carry
-        logits = _logits(spec, hidden_BMD, *block)
-        named = jnp.broadcast_to(block_tokens(spec, block[1], block[0]), logits.shape)
-        best = jnp.concatenate([best, logits], axis=-1)
-        return _best(k, best, jnp.concatenate([tokens, named], axis=-1)), None
-
-    start = (none + BELOW_ALL, none.astype(jnp.int32) - 1)
-    candidates, _ = jax.lax.scan(add_block, start, numbered(table_NPSD))
-    # the best of each part of the vocabulary meet here
-    _, tokens_BMK = _best(k, *(x.reshape(*x.shape[:2], -1) for x in candidates))
-    return tokens_BMK, _list_forward(spec, hidden_BMD, table_NPSD, tokens_BMK)[0]
-
-
-def _best(k: int, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    best, places = jax.lax.top_k(logits, k)
-    return best, jnp.take_along_axis(tokens, places, axis=-1)
-
-
-def list_divergence(
-    kind: Kind,
-    student: HeadSpec,
-    hidden_BMD: jax.Array,
-    table_VD: jax.Array,
-    tokens_BMK: jax.Array,
-    teacher_logprobs: jax.Array,
-) -> jax.Array:
-    """[B, M] float32, in nats: over the tokens of a list and one bin for all others."""
-    table_NPSD = table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
-    logprobs = _logprobs_of(student, hidden_BMD, table_NPSD, tokens_BMK)
-    return jnp.sum(kind.of(logprobs, teacher_logprobs)[0], axis=-1)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs_of(
-    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
-) -> jax.Array:
-    """[B, M, K + 1]: the log-probability of each token of the lists, and of all others."""
-    return _list_forward(spec, hidden_BMD, constrained(table_NPSD), tokens_BMK)[0]
-
-
-def _places(
-    spec: HeadSpec, tokens_BMK: jax.Array, block_PSD: jax.Array, index: jax.Array
-) -> jax.Array:
-    """[B, M, P, K]: where in its part of the block each token of the lists is; S: not in it."""
-    parts, S, _ = block_PSD.shape
-    # the token that each part of the block begins with
-    first_P = jnp.arange(parts) * spec.share + index * S
-    within = tokens_BMK[:, :, None, :] - first_P[:, None]
-    # the part may end before the block does
-    size = jnp.minimum(S, spec.share - index * S)
-    return jnp.where((within >= 0) & (within < size), within, S)
-
-
-def _spread(places: jax.Array, values: jax.Array, size: int) -> jax.Array:
-    """[B, M, P, K] values at their places in a block, [B, M, P, S], 0 elsewhere."""
-
-    def one(place_K: jax.Array, value_K: jax.Array) -> jax.Array:
-        # A token that is not in the block has the place S, which is dropped.
-        return jnp.zeros(size, value_K.dtype).at[place_K].add(value_K, mode="drop")
-
-    return jax.vmap(jax.vmap(jax.vmap(one)))(places, jnp.broadcast_to(values, places.shape))
-
-
-def _list_forward(
-    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The log-probabilities, and the logarithms of the total of all tokens and of those not in the
-    list."""
-    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
-    chosen = jnp.zeros((*zeros.shape, tokens_BMK.shape[-1]), zeros.dtype)
-
-    def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
-        sums, rest, chosen = carry
-        logits = _logits(spec, hidden_BMD, *block)
-        S = logits.shape[-1]
-        places = _places(spec, tokens_BMK, block[1], block[0])
-        # a token that is elsewhere finds any logit here, which is left out below
-        listed = jnp.take_along_axis(logits, jnp.minimum(places, S - 1), axis=-1)
-        is_listed = _spread(places, jnp.ones((), jnp.int32), S) > 0
-        rest = _grown(rest, jnp.where(is_listed, BELOW_ALL, logits))
-        return (_grown(sums, logits), rest, chosen + jnp.where(places < S, listed, 0.0)), None
-
-    empty = (zeros + BELOW_ALL, zeros)
-    totals, _ = jax.lax.scan(add_block, (empty, empty, chosen), numbered(table_NPSD))
-    log_total, log_rest = (_log_total(sums) for sums in totals[:2])
-    both = jnp.concatenate([jnp.sum(totals[2], axis=2), log_rest[..., None]], axis=-1)
-    return both - log_total[..., None], (log_total, log_rest)
-
-
-def _list_with_residuals(spec: HeadSpec, *primals: CustomVJPPrimal) -> tuple[jax.Array, tuple]:
-    hidden, table, tokens = (primal.value for primal in primals)
-    arrays = (hidden, constrained(table), tokens)
-    logprobs, totals = _list_forward(spec, *arrays)
-    trains = () if primals[1].perturbed else None
-    return logprobs, (arrays, totals, trains)
-
-
-def _list_backward(
-    spec: HeadSpec, residuals: tuple, g: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None]:
-    """d s_v = sum_k g_k 1[v = token k] + g_rest 1[v is in no list] p_v / p_rest - p_v sum_k g_k."""
-    (hidden_BMD, table_NPSD, tokens_BMK), totals, trains = residuals
-    log_total, log_rest = (x[..., None, None] for x in totals)
-    of_each = g[:, :, None, :-1]
-    of_rest = g[..., -1][..., None, None]
-    of_all = jnp.sum(g, axis=-1)[..., None, None]
-
-    def cotangent(products: jax.Array, block: tuple) -> jax.Array:
-        index, block_PSD = block
-        logits, pull = jax.vjp(partial(softcapped, spec), products)
-        is_token = block_tokens(spec, block_PSD, index) >= 0
-        real = jnp.where(is_token, logits, BELOW_ALL)
-
-        # slopes of the tokens of the lists, each at its place in the block; and of all others
-        places = _places(spec, tokens_BMK, block_PSD, index)
-        is_listed = _spread(places, jnp.ones((), jnp.int32), logits.shape[-1]) > 0
-        slope = _spread(places, of_each, logits.shape[-1])
-        slope += jnp.where(is_listed, 0.0, of_rest * jnp.exp(real - log_rest))
-        return pull(slope - jnp.exp(real - log_total) * of_all)[0]
-
-    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
-
-
-_logprobs_of.defvjp(_list_with_residuals, _list_backward, symbolic_zeros=True)

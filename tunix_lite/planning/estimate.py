@@ -247,8 +247,8 @@ class MemoryEstimate:
         if (critic := resolved.needs.critic) is not None and critic.is_own:
             # Its layers are kept beside the policy's, and one is at work.
             activations += self.kept_layers(rows, width) + layer
-        if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
-            # Over the whole vocabulary: its blocks of scores, and its table in blocks.
+        if resolved.teacher is not None:
+            # of the teacher: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
             activations += MemoryEstimate(resolved.as_scorer(name))._head_at_work(rows)
         return {
@@ -272,8 +272,7 @@ class MemoryEstimate:
         not."""
         resolved = self.resolved
         teacher = resolved.teacher
-        # With top_k the update is given lists of tokens instead.
-        if teacher is None or teacher.comparison.top_k:
+        if teacher is None:
             return 0
         model = resolved.frozen_models[teacher.comparison.model]
         table = decoder.output_table(

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -205,8 +204,7 @@ def find_parts(run: RunConfig) -> Parts:
         model = replace(model, cfg=cfg)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
-    comparison = run.algorithm.needs.comparison
-    frozen_models = locate_frozen(run.scoring_models, comparison, model)
+    frozen_models = locate_frozen(run.scoring_models, model)
 
     task = run.task.task(
         model.tokenizer,
@@ -340,7 +338,6 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
 
 def locate_frozen(
     scoring_models: dict[str, ScoringModel],
-    comparison: TeacherComparison | None,
     model: FoundModel,
 ) -> dict[str, FoundModel]:
     """The models that only score, by name, short of their weights. Raises ConfigError."""
@@ -353,11 +350,6 @@ def locate_frozen(
                 # it has a tokenizer of its own
                 located = source.locate(scoring.settings.as_model())
                 models[name] = replace(located, cfg=scoring.architecture(located.cfg))
-    if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
-        raise ConfigError(
-            f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="
-            f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
-        )
     return models
 
 

@@ -185,10 +185,8 @@ def policy_of(
         return policy
     name = teacher.comparison.model
     params = frozen_models[name]
-    table = None
-    if not teacher.comparison.top_k:
-        cfg = resolved.frozen_models[name].cfg
-        table = teacher.vocabulary_of(decoder.output_table(params, cfg))
+    cfg = resolved.frozen_models[name].cfg
+    table = teacher.vocabulary_of(decoder.output_table(params, cfg))
     describe = description_of(resolved, name)
     rows = policy.scorers[name].rescore.rows
     comparer = FrozenComparer(params, table, rows, compiled_once(describe.lower))
@@ -198,7 +196,7 @@ def policy_of(
 def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
     """Builds the program that records the teacher's distributions of a batch in rows."""
     theirs = resolved.as_scorer(name)
-    describe = description_program(policy_of(theirs).scores, resolved.teacher)
+    describe = description_program(policy_of(theirs).scores)
     return on_every_device(describe, theirs.rows)
 
 
