@@ -311,7 +311,7 @@ def two_turns(client, example):
 
 SMALL = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
 SMALL += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4", "training.max_steps=3"]
-SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2", "tracking.report=false"]
+SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2"]
 
 
 def rows_of(folder: Path) -> list[dict]:

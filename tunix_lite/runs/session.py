@@ -20,8 +20,6 @@ from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
 )
-from tunix_lite.report.page import write_at_end
-from tunix_lite.report.run_page import run_page
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
@@ -159,7 +157,6 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
         raise
     status = session.status
     status.write("stopped" if status.stopped else "completed")
-    _write_report(session)
     for text, style in status.closing_lines(resume_hint):
         session.console.say(text, style=style)
 
@@ -216,13 +213,3 @@ def _failed(session: Session, error: BaseException) -> None:
         if is_out_of_memory(error):
             more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"
             session.console.say(f"out of memory: {more}", style="yellow")
-    _write_report(session)
-
-
-def _write_report(session: Session) -> None:
-    """Writes report.html of the folder's present files, if it is asked for."""
-    if session.run.tracking.report and session.run_dir.is_first:
-        # A signal that is sent twice must not end a run that has ended already.
-        with session.stopping:
-            folder = session.run_dir.path
-            write_at_end(folder, lambda: run_page(folder), session.console.say)

@@ -228,7 +228,6 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     samples_shown: int = 3
     console: str = "plain"
-    report: bool = True
     trackers: dict[str, Callable] = field(default_factory=dict)
     observers: dict[str, Callable] = field(default_factory=dict)
 
