@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import hydra
@@ -26,8 +26,7 @@ from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.settings.config import EVALUATED, RunConfig, build
-from tunix_lite.settings.flags import check_values, wrong_override
-from tunix_lite.settings.hints import shell_quoted
+from tunix_lite.settings.hints import check_values, shell_quoted, wrong_override
 
 # Enough for the sums of the bundled model, chat template included.
 _OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
@@ -253,15 +252,6 @@ def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -
         with contextlib.suppress(HydraException, OmegaConfBaseException):
             return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
     return []
-
-
-def setting_names(of: tuple[str, ...] = (), argv: Iterable[str] = ()) -> Iterator[str]:
-    """The dotted names of all settings, composed when they are asked for: of the options that these
-    words of a command line choose, `algorithm=dpo`, or of the default ones where that fails."""
-    matches = [(word, re.fullmatch(r"(\w+)=\w+", word)) for word in argv]
-    chosen = [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
-    with _options_in(None):
-        yield from _known_settings([*of, *chosen], of, "config")
 
 
 def leaves(values: dict, prefix: str = "") -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Suggests the intended setting, and nothing when unsure: by the table of other projects' words
-(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike."""
+(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike.
+Settings are key=value here, and the flags that there are belong to Hydra."""
 
 import functools
 import re
@@ -11,8 +12,23 @@ from pathlib import Path
 
 import yaml
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.distributed.command_line import conf_dir
 
+# Flags of Hydra, and how many words follow each.
+_ALONE = "--help -h --hydra-help --version --resolve --run -r --multirun -m --shell-completion"
+_WITH_A_WORD = "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd"
+_WITH_A_WORD += " --experimental-rerun --info -i -sc"
+HYDRA = dict.fromkeys(_ALONE.split(), 0) | dict.fromkeys(_WITH_A_WORD.split(), 1)
+# Those of the commands beside training.
+OF_COMMANDS = {
+    flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")
+}
+# Sizes that the rule of model.target_params gives (models/sizes.py).
+_RULED = re.compile(
+    r"model\.architecture\.(num_(layers|heads|kv_heads)|(embed|head|mlp)_dim|vocab_size|pattern|"
+    r"window|query_scale)="
+)
 # Sections that other projects do not have: a word of theirs does not stand in one of these, unless
 # what it means here does, too.
 _STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding", "resume"}
@@ -260,3 +276,90 @@ def _closest(name: str, names: Iterable[str]) -> list[str]:
     near = [each for each in near if re.findall(r"\d+", each) == numbers]
     swapped = [each for each in set(names) if sorted(each) == sorted(name)]
     return near or swapped
+
+
+# ---- command lines
+
+
+def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
+    """The words with our flags and their values before the others, which keep their order: Hydra's
+    parser takes no override behind a flag that comes behind an override. ours: our flags, and how
+    many words follow each. Raises ConfigError for other flags, as `--lr 1e-5`, with the settings
+    that they would be, `lr=1e-5`."""
+    mine: list[str] = []
+    others: list[str] = []
+    foreign: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in ours:
+            count = 0 if equals else ours[flag]
+            mine += [word, *rest[:count]]
+            del rest[:count]
+        elif re.match(r"-[^\d]", word) is None:
+            others.append(word)
+        else:
+            if not equals:
+                # --bf16 is followed by another flag, an override or nothing; -1 is a value
+                has_value = rest and re.match(r"-\D|.*=", rest[0]) is None
+                value = rest.pop(0) if has_value else "true"
+            foreign.append(f"{flag.lstrip('-').replace('-', '_')}={value}")
+    if foreign:
+        settings = " ".join(map(shell_quoted, foreign))
+        raise ConfigError(f"settings are written key=value, without dashes: {settings}")
+    return [*mine, *others]
+
+
+def _option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint | None:
+    """The option of a group that is meant by a value."""
+    if group == "model" and ("/" in value or value.startswith((".", "~"))):
+        return Hint((f"model.weights={value}",))
+    option = near_option(group, value, folders)
+    return Hint((f"{group}={option}",)) if option else None
+
+
+def wrong_override(
+    key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
+) -> str | None:
+    """The message for an override that names no setting, group or option; None: it names one.
+    known: all settings. groups: the folders of conf/. folders: more of them, with options of the
+    user's own."""
+    if key in groups:
+        options = options_of(key, folders)
+        if value is None or str(value) in options:
+            return None
+        there = f"here is {', '.join(options)}"
+        hint = _option_meant(key, str(value), folders)
+        text = f"{key}={value}: there is no such {key}; "
+        # The hint comes first: some groups have thirty options.
+        if hint is None:
+            return f"{text}t{there}"
+        if hint.overrides:
+            return f"{text}did you mean {hint}? T{there}"
+        return f"{text}{hint}; t{there}"
+    if any(name == key or name.startswith(f"{key}.") for name in known):
+        return None
+    near = nearest_settings(key, groups) if "." not in key else []
+    if len(near) == 1:
+        line = shell_quoted(f"{near[0]}={value}")
+        return f"{key}: there is no such group; did you mean {line}?"
+    return unknown_key(key, known, value)
+
+
+def check_values(overrides: Iterable[str]) -> None:
+    """Raises ConfigError for a value that is another project's word for one of ours, and for sizes
+    beside model.target_params, which gives them."""
+    overrides = list(overrides)
+    ruled = [text for text in overrides if _RULED.match(text)]
+    for text in overrides if ruled else ():
+        if re.match(r"model\.target_params=(?!null)", text):
+            rest = " ".join(shell_quoted(one) for one in overrides if one not in ruled)
+            raise ConfigError(
+                f"{text} gives all sizes by a rule, so {' '.join(ruled)} would change nothing; "
+                f"write {rest}, or leave {text} out"
+            )
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if (hint := foreign_value(key, value)) is not None:
+            raise ConfigError(f"{text}: there is no such value; write {hint}")
