@@ -155,8 +155,8 @@ def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolera
         again = one(ModelConfig(weights=str(TINY), lora=lora))
         assert again.source.lora.rank == 4 and again.source.lora.alpha == 32.0
     np.testing.assert_allclose(logits(again), logits(ours), atol=tolerance)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "rank 4" in card and "step 1" in card
+    about = json.loads((tmp_path / "out" / "tunix_lite.json").read_text())
+    assert about["lora"]["rank"] == 4 and about["step"] == 1
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "tunix_lite.json"} <= names
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in (tmp_path / "out").iterdir()), "others serve it"
@@ -256,10 +256,10 @@ def test_exports_that_cannot_be(model, tmp_path, settings, message):
 
 def test_overwriting_replaces_only_what_export_wrote(model, tmp_path):
     export(model, tmp_path / "out")
-    (tmp_path / "out" / "README.md").write_text("old")
+    (tmp_path / "out" / "old").write_text("old")
     (tmp_path / ".out.mine").mkdir()
     export(model, tmp_path / "out", overwrite=True)
-    assert "tunix_lite" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / ".out.mine").is_dir()
+    assert not (tmp_path / "out" / "old").exists() and (tmp_path / ".out.mine").is_dir()
     stands_on = one(ModelConfig(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
     with pytest.raises(ConfigError, match="is the folder of the base that the model is made from"):
         export(stands_on, tmp_path / "out", overwrite=True)

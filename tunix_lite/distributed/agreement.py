@@ -19,13 +19,13 @@ from typing import Any
 
 from tunix_lite.distributed.allgather import allgather_values
 
-PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 # Most differences, or names of processes, in a message.
-SHOWN = 5
+_SHOWN = 5
 
 # Variables that hold several flags each; the flags are compared one by one.
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Variables of jax that may differ between processes: the id of the process, its devices (which
 # `accelerator` and `check_devices` compare), its caches, logging and dumps. All others may change
 # compiled programs.
@@ -65,7 +65,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     """This process: packages, code, kind of devices, compiler variables and `settings`. folder: of
     the run."""
     # Plugins are compared only between the machines that have them.
-    versions = {name: installed_version(name) for name in (*PACKAGES, *PLUGINS)}
+    versions = {name: installed_version(name) for name in (*_PACKAGES, *_PLUGINS)}
     values = {f"package {name}": version for name, version in versions.items() if version}
 
     # Versions do not change between two commits of a checkout, so the code itself counts.
@@ -149,7 +149,7 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
             variables[f"{_VARIABLE}{name}"] = value
-    for name in FLAGS:
+    for name in _FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
             if not _OWN_FLAGS.match(flag):
@@ -202,15 +202,15 @@ def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str 
                 f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
                 f"the others {usual}"
             )
-    if len(differences) > SHOWN:
-        differences = [*differences[:SHOWN], f"and {len(differences) - SHOWN} more"]
+    if len(differences) > _SHOWN:
+        differences = [*differences[:_SHOWN], f"and {len(differences) - _SHOWN} more"]
     return "; ".join(differences) or None
 
 
 def enumerate_names(names: list[str]) -> str:
-    """A list of names as text, at most SHOWN of them: `process 1, process 2 and 7 more`."""
-    if len(names) > SHOWN:
-        names = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    """A list of names as text, at most _SHOWN of them: `process 1, process 2 and 7 more`."""
+    if len(names) > _SHOWN:
+        names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN + 1} more"]
     return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
 
 

@@ -34,7 +34,7 @@ from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.tracking.rundir import RunDir
 
 # Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
-WIDTH = 64
+_WIDTH = 64
 # Tokens that are sampled between two pieces of a text that streams.
 _STEPS_PER_LOOK = 4
 
@@ -198,11 +198,11 @@ class LanguageModel:
                 f"generation.max_prompt_length={most_tokens}, and dropped"
             )
 
-        # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
+        # Lengths: prompts are padded to a multiple of _WIDTH, completions fill what is left.
         longest = max(map(len, tokens.values()))
         # One token more, as at least one has to be sampled.
         self._check_length(longest + 1)
-        width = -(-longest // WIDTH) * WIDTH
+        width = -(-longest // _WIDTH) * _WIDTH
         # By the longest prompt, not by the width: padding has no positions.
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
@@ -265,7 +265,7 @@ class LanguageModel:
         self._check_length(max(map(len, whole), default=0))
 
         # One sequence at a time, all padded to one width, so that one program is compiled.
-        width = -(-max(map(len, whole), default=1) // WIDTH) * WIDTH
+        width = -(-max(map(len, whole), default=1) // _WIDTH) * _WIDTH
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):

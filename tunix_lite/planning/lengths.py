@@ -8,7 +8,7 @@ import numpy as np
 # The scale r of an exponential, cut off at 1, whose mean is half of that: r (1 - exp(-1 / r)).
 _SCALE = 0.6275004874579876
 # Drawn the same for every mesh and setting, so that plans can be compared.
-SEED = 0
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Lengths:
         self, prompts: int, generations: int, longest: tuple[int, int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(tokens of each prompt [P], tokens of each completion [P, G])."""
-        rng = np.random.default_rng(SEED)
+        rng = np.random.default_rng(_SEED)
         most_prompt, most_new = longest
         shape = (prompts, generations)
         if self.mean_prompt is None:

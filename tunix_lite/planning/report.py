@@ -13,9 +13,9 @@ from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
 # of plan.json
-VERSION = 1
+_VERSION = 1
 # meshes on one screen
-SHOWN = 12
+_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
     ]
     if len(plans.plans) > 1:
         rows = [("mesh", "peak GiB", "fits", "predicted s", "memory is")]
-        for one in plans.plans[:SHOWN]:
+        for one in plans.plans[:_SHOWN]:
             fits = {True: "yes", False: "no", None: "?"}[one.fits]
             predicted = _three_digits(one.forecast.step_seconds) if one.forecast else "-"
             mesh = _sizes(one.resolved.mesh_shape)
@@ -70,7 +70,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
         lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
         lines += [
-            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]
+            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:_SHOWN]
         ]
         lines += [*_more(plans.refused), ""]
 
@@ -101,7 +101,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 
 def _more(meshes: tuple) -> list[str]:
-    return [f"  and {len(meshes) - SHOWN} more in plan.json"] if len(meshes) > SHOWN else []
+    return [f"  and {len(meshes) - _SHOWN} more in plan.json"] if len(meshes) > _SHOWN else []
 
 
 def source(of: Plan | Phase) -> str:
@@ -191,7 +191,7 @@ def as_dict(plan: Plan | Plans) -> dict:
             described["forecast"] = dataclasses.asdict(one.forecast) | derived
         plan_dicts.append(described)
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "target": machine.name,
         "hardware": machine.hardware and machine.hardware.name,
         "devices": machine.num_devices,

@@ -29,7 +29,7 @@ from tunix_lite.rollout.engine import prompt_cache_blocks
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
-USABLE = 0.9
+_USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,13 @@ def weights_that_fit(
     cache = memory.cache_bytes()
     prompts = memory.prompt_bytes()
     free = free_bytes()
-    fits = weights + cache + prompts <= USABLE * free
+    fits = weights + cache + prompts <= _USABLE * free
     choice = "gathered" if fits else "sharded"
     sizes = (
         f"{weights / 1e6:,.0f} MB of weights, {cache / 1e6:,.0f} MB of cache and "
         f"{prompts / 1e6:,.0f} MB of prompts {'fit' if fits else 'do not fit'}"
     )
-    room = f"{USABLE:.0%} of {free / 1e6:,.0f} MB free"
+    room = f"{_USABLE:.0%} of {free / 1e6:,.0f} MB free"
     return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
 
 

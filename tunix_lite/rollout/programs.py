@@ -29,7 +29,7 @@ from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.settings import GenerationConfig
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
-NOISE_AT_ONCE = 2**22
+_NOISE_AT_ONCE = 2**22
 # The likeliest tokens that a chunk reports where one request asks for them.
 MOST_TOP = 20
 
@@ -51,7 +51,7 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32  # dtype of sums over tp, for decoder.forward
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    per_request: bool = False  # whether each request has RequestDraws of its own
+    per_request: bool = False  # whether each request has _RequestDraws of its own
     fused: bool = False  # whether kernels of our own decode (tunix_lite/kernels)
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
@@ -101,7 +101,7 @@ class PromptCache:
 
 
 @flax.struct.dataclass
-class RequestDraws:
+class _RequestDraws:
     """Sampling settings of each request, where a server's requests have settings of their own.
 
     Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
@@ -128,7 +128,7 @@ class Queue:
     num_drawn: np.ndarray  # tokens that were drawn before
     limits: np.ndarray  # tokens of the completion, at most; 0: it waits for `append`
     # None: all requests are drawn as SamplerSpec.generation says
-    draws: RequestDraws | None = None
+    draws: _RequestDraws | None = None
 
 
 @flax.struct.dataclass
@@ -147,7 +147,7 @@ class Slots:
     limits: jax.Array  # [B] tokens of the completion, at most; 0: the slot waits for `append`
     running: jax.Array  # [B] bool
     num_taken: jax.Array  # [] requests taken so far
-    draws: RequestDraws | None = None  # [B]; None as in Queue
+    draws: _RequestDraws | None = None  # [B]; None as in Queue
 
 
 @flax.struct.dataclass
@@ -298,10 +298,10 @@ def resize_layer(spec: SamplerSpec, kv: KV, columns: int) -> KV:
     return kv_cache.resize_columns(kv, columns)
 
 
-def no_draws(count: int) -> RequestDraws:
+def no_draws(count: int) -> _RequestDraws:
     """Makes settings of so many requests that draw from the whole distribution."""
     zeros = np.zeros(count, np.float32)
-    return RequestDraws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
+    return _RequestDraws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
 
 
 # ---- prefill
@@ -454,7 +454,7 @@ def decode(
         step_T1 = jnp.arange(spec.chunk)[:, None]
         positions_TB = slots.lengths + step_T1
         angles = rope.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
-        if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
+        if positions_TB.size * spec.cfg.vocab_size <= _NOISE_AT_ONCE:
             noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
             noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
             noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))

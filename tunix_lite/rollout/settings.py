@@ -97,7 +97,7 @@ def _tuple_of(name: str, values: Any, kind: type) -> tuple:
 
 
 # Sequences decoded at once, at most, where rollout.num_slots does not say how many.
-MAX_SLOTS = 256
+_MAX_SLOTS = 256
 
 
 CHOICES = {
@@ -181,9 +181,9 @@ class RolloutConfig:
         return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """How many slots decode so many sequences: up to MAX_SLOTS, rounded up to a multiple of
+        """How many slots decode so many sequences: up to _MAX_SLOTS, rounded up to a multiple of
         fsdp."""
-        return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
+        return round_up_to_shards(self.num_slots or min(_MAX_SLOTS, num_sequences), fsdp)
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:

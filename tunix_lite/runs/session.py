@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +16,7 @@ from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.parallel.mesh import own_rows
-from tunix_lite.planning.at_start import (
-    choose_micro_batch,
-    is_out_of_memory,
-)
+from tunix_lite.planning.at_start import is_out_of_memory
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
@@ -33,7 +30,6 @@ from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
-from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir, Status
 
 
@@ -108,11 +104,6 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), _open_console(run, run_dir) as console:
-        if run.training.micro_batch_size == "auto":
-            with compiling(console, "updates, to choose training.micro_batch_size"):
-                resolved, train_step = choose_micro_batch(parts.resolved, console.say)
-            parts = replace(parts, resolved=resolved, train_step=train_step)
-
         # Which run this is.
         if not parts.overwrites_other_run(run_dir):
             write_fingerprint(parts, run_dir)
@@ -127,7 +118,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         passed = time.time() - began
         stopping = Stopping(minutes, console.say, passed, run.training.grace_seconds)
         job.stopping = stopping
-        session = Session(parts.resolved.run, parts, run_dir, console, status, stopping)
+        session = Session(run, parts, run_dir, console, status, stopping)
 
         # Inside, the run is made; then the status says how it ended.
         resume_hint = job.resume_hint or f"hydra.run.dir={shown_place(folder)}"

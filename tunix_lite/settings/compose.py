@@ -218,7 +218,7 @@ def explain(
             # Hydra takes a + for a group that the defaults list does not have.
             return f"{text}: write it without the +: {text.lstrip('+')}"
         is_added = text.startswith("+") and key not in groups
-        if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
+        if key.startswith("hydra/") and (extra := _PLUGINS.get(text.split("/")[-1])):
             return f"{text} needs a package that is not installed: pip install -e '.[{extra}]'"
         # Hydra explains its own, and what is added has no right spelling
         if key.startswith(("hydra.", "hydra/")) or is_added:
@@ -238,7 +238,7 @@ def explain(
 
 
 # Options of Hydra that a package brings, and the extra of ours that installs it.
-PLUGINS = {
+_PLUGINS = {
     "launcher=submitit_local": "submitit",
     "launcher=submitit_slurm": "submitit",
     "sweeper=optuna": "optuna",

@@ -380,13 +380,6 @@ class ResolvedRun:
             total += self.elements(w.shape, w.axes, is_gathered) * jnp.dtype(storage).itemsize
         return total
 
-    def with_micro_batch(self, size: int) -> "ResolvedRun":
-        """The same with micro-batches of `size` sequences per fsdp shard."""
-        run = with_micro_batch(self.run, size)
-        batch = plan_batch(run, self.fsdp)
-        rows = plan_rows(run, batch, has_large_head(self.cfg))
-        return replace(self, run=run, batch=batch, rows=rows)
-
 
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,

@@ -20,9 +20,9 @@ from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, Rollou
 from tunix_lite.trainer.data import check_tokens
 
 # Sequences that may wait for a slot: one call may ask for many.
-MOST_WAITING = 1 << 20
+_MOST_WAITING = 1 << 20
 # Numbers that a sampler can follow.
-LIMITS = {
+_LIMITS = {
     "temperature": (0.0, 1 / LEAST_POSITIVE),
     "top_k": (-1, 2**31 - 1),
     "top_p": (0.0, 1.0),
@@ -53,7 +53,7 @@ class SampleSettings:
         most = self.max_tokens
         if most is not None and not (isinstance(most, int) and most >= 1):
             raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
-        for name, (low, high) in LIMITS.items():
+        for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
@@ -168,7 +168,7 @@ class SamplingEngine:
             prepared = prepared | both
         if self._engine is None:
             self._engine = live_engine(
-                self.model, self.generation, self.rollout, MOST_WAITING, prepared
+                self.model, self.generation, self.rollout, _MOST_WAITING, prepared
             )
         self._engine.set_params(prepared)
         self._holds = owner

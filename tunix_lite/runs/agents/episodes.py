@@ -15,7 +15,7 @@ from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
 
-IS_OVER = (
+_IS_OVER = (
     "there is no such episode, or it is over: "
     "base_url is .../episodes/ID/v1, or the API key is ID"
 )
@@ -135,7 +135,7 @@ class OpenEpisodes:
         with self._lock:
             opened = self._open.get(episode)
             if opened is None:
-                raise BadCall(IS_OVER, code="episode_is_over")
+                raise BadCall(_IS_OVER, code="episode_is_over")
             if opened.num_calls >= self.max_calls:
                 raise BadCall(
                     f"this episode has made {self.max_calls} calls, and it may make no more",
@@ -162,7 +162,7 @@ class OpenEpisodes:
         # What is sampled after the end of an episode would be sampled while its weights change.
         with self._lock:
             if episode not in self._open:
-                raise BadCall(IS_OVER, code="episode_is_over")
+                raise BadCall(_IS_OVER, code="episode_is_over")
             yield
 
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
