@@ -56,10 +56,8 @@ _Appended = dict[int, tuple[list[int], int]]
 
 class Engine:
     """Decodes requests in slots.
-
     Example: engine = Engine(programs, weights, num_slots=4, queue=64, blocks=((2,), 3));
-    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk()).
-    """
+    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk())."""
 
     def __init__(
         self,

@@ -33,9 +33,7 @@ class EngineFailed(Exception):
 @dataclass
 class NewTokens:
     """Tokens that one chunk added to a sequence.
-
-    Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos").
-    """
+    Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos")."""
 
     tokens: list[int]
     logprobs: list[float]  # log-probabilities under the distribution that was drawn from
@@ -49,9 +47,7 @@ class NewTokens:
 
 class LiveSequence(Request):
     """A completion under way, of a server.
-
-    Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print).
-    """
+    Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print)."""
 
     def __init__(
         self,
@@ -71,9 +67,7 @@ class LiveSequence(Request):
 
 class LiveEngine:
     """Decodes sequences in slots while others come and go.
-
-    Example: LiveEngine(programs, params, mesh, num_slots=16).submit([sequence]).
-    """
+    Example: LiveEngine(programs, params, mesh, num_slots=16).submit([sequence])."""
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ _USABLE = 0.9
 @dataclass(frozen=True)
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
-
     Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
     """
 

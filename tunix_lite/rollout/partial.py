@@ -35,9 +35,7 @@ _NOTHING_SAMPLED: Metrics = {
 @dataclass(frozen=True)
 class OpenCompletion:
     """A completion before an update takes it: it waits for a slot, is under way, or has ended.
-
-    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot.
-    """
+    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot."""
 
     # the update, from 0, for which its prompt was drawn: its random key follows from it
     step: int
@@ -99,9 +97,7 @@ class OpenCompletion:
 @dataclass(frozen=True)
 class PartialSampler:
     """Continues completions until enough have ended.
-
-    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`.
-    """
+    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`."""
 
     sampler: CompletionSampler
 

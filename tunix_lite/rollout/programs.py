@@ -37,9 +37,7 @@ MOST_TOP = 20
 @dataclass(frozen=True)
 class SamplerSpec:
     """Static settings of the sampling programs.
-
-    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), (1,), 0, jnp.float32, chunk=16)`.
-    """
+    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), (1,), 0, jnp.float32, chunk=16)`."""
 
     cfg: Architecture
     generation: GenerationConfig
@@ -90,9 +88,7 @@ class SamplerSpec:
 @flax.struct.dataclass
 class PromptCache:
     """M prompts that have been read, which every fsdp shard holds in full.
-
-    Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
-    """
+    Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time."""
 
     cache: list[KV]  # keys and values of up to max_prompt_length columns, one entry per layer
     # [M, D] hidden state of the last token: a completion's first token is drawn from it
@@ -103,9 +99,7 @@ class PromptCache:
 @flax.struct.dataclass
 class _RequestDraws:
     """Sampling settings of each request, where a server's requests have settings of their own.
-
-    Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
-    """
+    Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.]."""
 
     temperature: jax.Array  # float32; 0 takes the likeliest token
     top_k: jax.Array  # int32; 0: all tokens
@@ -116,9 +110,7 @@ class _RequestDraws:
 @flax.struct.dataclass
 class Queue:
     """The next requests, arrays of the host, [Q] each. Request number n stands at n % Q.
-
-    Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
-    """
+    Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...]."""
 
     rows: np.ndarray  # row of the prompt in the prompt cache
     # [Q, 2] data of the random key that the prompt's number and the generation are folded into
@@ -134,9 +126,7 @@ class Queue:
 @flax.struct.dataclass
 class Slots:
     """The B sequences that are being decoded. Every program donates its slots to the next one.
-
-    Example: make_slots(4) gives four with `requests` [-1, -1, -1, -1], none of them running.
-    """
+    Example: make_slots(4) gives four with `requests` [-1, -1, -1, -1], none of them running."""
 
     cache: list[KV]
     hidden: jax.Array  # [B, D] of the newest token
@@ -153,9 +143,7 @@ class Slots:
 @flax.struct.dataclass
 class DecodedChunk:
     """Tokens that one call of decode drew, whole on every device.
-
-    Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]].
-    """
+    Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]]."""
 
     tokens: jax.Array  # [chunk, B]; -1: the slot was not running
     logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
@@ -173,9 +161,7 @@ class DecodedChunk:
 class Programs:
     """The programs of one `SamplerSpec`, under jit, for the platform of the current mesh. Slots and
     prompt caches are donated. `compiles` counts how many times each was compiled.
-
-    Example: Programs(spec).make_prompt_cache(8).
-    """
+    Example: Programs(spec).make_prompt_cache(8)."""
 
     def __init__(self, spec: SamplerSpec):
         self.spec = spec
