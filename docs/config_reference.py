@@ -28,7 +28,7 @@ from tunix_lite.algorithms import (
     weighting,
 )
 from tunix_lite.commands.check import Check
-from tunix_lite.commands.doctor import Doctor, DoctorOptions
+from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
@@ -159,7 +159,6 @@ GROUPS = (
     Group("The command plan", "", PlanConfig, None),
     Group("The command check", "", Check, None),
     Group("The command doctor", "", Doctor, None),
-    Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
 # groups of which nobody chooses an option: a program begins with its own
 OF_PROGRAMS = {"command"}
