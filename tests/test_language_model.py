@@ -23,7 +23,7 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import BUNDLED, ModelConfig, locate
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.fingerprint import check_same_run, differences, fingerprint
+from tunix_lite.runs.fingerprint import _differences, check_same_run, fingerprint
 from tunix_lite.settings.compose import compose_values
 from tunix_lite.settings.config import build
 
@@ -201,12 +201,12 @@ def test_another_text_or_variable_of_the_template_is_another_run(tmp_path):
     ours = fingerprint(compose([]), locate(ModelConfig()), 1)
     text = (BUNDLED / "chat_template.jinja").read_text()
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == ours["chat_template"]
-    assert dict(differences(kept(text), ours)) == {}, "it is the text that counts, wherever it is from"
-    assert [*dict(differences(kept("{{ messages }}{{ x }}"), ours))] == ["chat_template"]
+    assert dict(_differences(kept(text), ours)) == {}, "it is the text that counts, wherever it is from"
+    assert [*dict(_differences(kept("{{ messages }}{{ x }}"), ours))] == ["chat_template"]
     theirs = kept("{{ messages }}{{ x }}", "model.template.x=low")
     for x, said in (("high", "template.x: 'high' here, 'low' there"), ("low", "")):
         other = kept("{{ messages }}{{ x }}", f"model.template.x={x}")
-        assert "; ".join(map(": ".join, differences(other, theirs))) == said
+        assert "; ".join(map(": ".join, _differences(other, theirs))) == said
     with pytest.raises(ValueError, match="not the run in old: chat_template: '.*' here, '.*' there. resume.force"):
         check_same_run(kept("{{ messages }}"), ours, "old", force=False)
 

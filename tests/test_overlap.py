@@ -35,7 +35,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts, groups_to_take
+from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts, groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
@@ -179,12 +179,12 @@ def session_of(overlap, staleness, prompts=3):
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
     sampler = sampler or PartialSampler(of_cfg(make_sampler, cfg))
-    return PartialRollouts(session, sampler, start or InFlight([], 0))
+    return _PartialRollouts(session, sampler, start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStepOffPolicy(session, start or InFlight([], 0), apart)
+    return _OneStepOffPolicy(session, start or InFlight([], 0), apart)
 
 
 def without_clock(arrays: dict) -> dict:
@@ -200,9 +200,9 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
-    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, OneStepOffPolicy)
+    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, _OneStepOffPolicy)
     assert overlap.beside_update() == {}
-    grader = task.grader(None) if isinstance(overlap, OneStepOffPolicy) else Grades()
+    grader = task.grader(None) if isinstance(overlap, _OneStepOffPolicy) else Grades()
     answers = who_answers(task, examples)
     rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit, **answers)
     for row, mask in enumerate(rollout.completion_mask):
@@ -293,7 +293,7 @@ class Talks(Numbers):
 def one_step_of_talks(start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return OneStepOffPolicy(session, start or InFlight([], 0))
+    return _OneStepOffPolicy(session, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):

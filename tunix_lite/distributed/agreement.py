@@ -74,7 +74,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
-    values["accelerator"] = accelerator()
+    values["accelerator"] = _accelerator()
     values |= _compiler_variables(os.environ)
     values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
@@ -158,7 +158,7 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return _flatten_settings(variables)
 
 
-def accelerator() -> str:
+def _accelerator() -> str:
     """The devices that jax would use here: "CPU", "NVIDIA GPU" or "TPU"."""
     # Read from /dev, because asking jax would start its backend.
     if os.environ.get("JAX_PLATFORMS") == "cpu":

@@ -389,7 +389,7 @@ def open_model(
     frozen = None
     with jax.set_mesh(mesh):
         if run is None:
-            with error_context("model.weights"), loading(located.name) as on_bytes:
+            with error_context("model.weights"), _loading(located.name) as on_bytes:
                 if located.lora is None:
                     params = source.load_base(located, seed, dtype, on_bytes)
                 else:
@@ -398,16 +398,16 @@ def open_model(
             trained = source.weight_tables(located)[1]
             checkpoints = Checkpoints(RunDir(run).checkpoints)
             newest = "its newest checkpoint" if step is None else f"step {step}"
-            with error_context("checkpoint"), loading(f"{newest} of {run}"):
+            with error_context("checkpoint"), _loading(f"{newest} of {run}"):
                 step, params = checkpoints.restore_params(weights.shapes(trained), step)
             if located.lora is not None:
-                with error_context("model.weights"), loading(located.name) as on_bytes:
+                with error_context("model.weights"), _loading(located.name) as on_bytes:
                     frozen = source.load_base(located, seed, located.lora.base, on_bytes)
         acting = acting_params(frozen, params, located.lora)
     return LanguageModel(located, acting, mesh, DTYPES[dtype], run, step)
 
 
-def loading(what: str) -> BytesProgress:
+def _loading(what: str) -> BytesProgress:
     """Says to standard error what is loaded, once it takes longer than a second."""
     return BytesProgress(StandardError(), "loading", what)
 

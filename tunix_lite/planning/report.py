@@ -81,7 +81,19 @@ def short_form(plan: Plan | Plans) -> list[str]:
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
         rows.append((phase.name, *sizes, source(phase)))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
-    lines += [f"{best.machine.name}: {verdict(best)}"]
+    peak = f"{gib(best.peak_bytes)} GiB ({best.fullest.name}, {source(best)})"
+    capacity = best.machine.capacity
+    if best.fits is None:
+        verdict = f"peak {peak}; how much there is, nobody knows"
+    elif not best.fits:
+        verdict = f"does not fit: peak {peak} of {gib(capacity)}"
+    else:
+        verdict = f"fits: peak {peak} of {gib(capacity)}, {best.peak_bytes / capacity:.0%}"
+    if best.is_near_the_limit:
+        verdict += (
+            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
+        )
+    lines += [f"{best.machine.name}: {verdict}"]
     if (step := best.forecast) is not None:
         parts = "1 micro-batch" if step.parts == 1 else f"{step.parts} micro-batches"
         phases = ", ".join(f"{name} {_three_digits(s)}" for name, s in step.seconds.items())
@@ -107,22 +119,6 @@ def _more(meshes: tuple) -> list[str]:
 def source(of: Plan | Phase) -> str:
     """Where its bytes come from, in words."""
     return f"an {ESTIMATE}" if of.source == ESTIMATE else of.source
-
-
-def verdict(plan: Plan) -> str:
-    """Whether it fits, and by how much."""
-    peak = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})"
-    capacity = plan.machine.capacity
-    if plan.fits is None:
-        return f"peak {peak}; how much there is, nobody knows"
-    if not plan.fits:
-        return f"does not fit: peak {peak} of {gib(capacity)}"
-    margin = ""
-    if plan.is_near_the_limit:
-        margin = (
-            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
-        )
-    return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
 
 
 def gib(size: float) -> str:

@@ -38,7 +38,7 @@ _SENTENCES = {
 
 
 @dataclass(frozen=True)
-class ScoreChange:
+class _ScoreChange:
     """A score before and after, and the change by example.
     Example: `score_changes(run)[0].change.better` examples were improved."""
 
@@ -48,7 +48,7 @@ class ScoreChange:
     change: Comparison
 
 
-def score_changes(run: Evidence) -> list[ScoreChange]:
+def _score_changes(run: Evidence) -> list[_ScoreChange]:
     """The scores of the first and the last evaluation that samples/ has, of the same examples; []
     without two."""
     steps = sample_steps(run.folder, "evaluation")
@@ -72,7 +72,7 @@ def score_changes(run: Evidence) -> list[ScoreChange]:
                 else estimate(values_E, _LEVEL, _RESAMPLES)
                 for values_E in ends
             ]
-            changes.append(ScoreChange(name, *estimates, change))
+            changes.append(_ScoreChange(name, *estimates, change))
     return changes
 
 
@@ -111,7 +111,7 @@ def result_lines(run: Evidence, is_alive: bool | None = None) -> list[str]:
     values = {**unknown, **run.status, "steps": f"{last:,} step{'' if last == 1 else 's'}"}
     sentence = _SENTENCES[word].format_map(values)
     lines = [f"{word}: {sentence}" if sentence else word]
-    for one in score_changes(run):
+    for one in _score_changes(run):
         is_share = one.name != "reward"
         ends = [
             f"{_number(end.value, is_share)} ({_interval(end, is_share)})"
@@ -179,7 +179,7 @@ def lines_of_runs(folders: Sequence[Path]) -> list[str]:
         if places.count(place) > 1:
             raise ValueError(f"{escaped(str(folder))} is given twice")
         run = read_evidence(folder)
-        scores = score_changes(run)
+        scores = _score_changes(run)
         accuracy = run.series("eval/accuracy")
         values = (accuracy.first, accuracy.last) if accuracy else ()
         cells = [_number(value, True) for value in values] or ["", ""]

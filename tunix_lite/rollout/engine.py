@@ -102,8 +102,12 @@ class Engine:
         self.num_taken = 0
         self.is_free = np.ones(num_slots, bool)
         self.stopped = np.full(num_slots, -1, np.int32)
-        # The next requests, as `Queue` holds them. Few lengths, so that few programs are compiled.
-        self.queue = empty_queue(next_power_of_two(queue, _MIN_QUEUE), spec.per_request)
+        # The next requests. Few lengths, so that few programs are compiled.
+        count = next_power_of_two(queue, _MIN_QUEUE)
+        zeros = np.zeros((5, count), np.int32)
+        key_data = np.zeros((count, 2), np.uint32)
+        draws = no_draws(count) if spec.per_request else None
+        self.queue = Queue(zeros[0], key_data, *zeros[1:], draws)
 
         # Chunks that were started and not read yet.
         self.in_flight: deque[DecodedChunk] = deque()
@@ -448,14 +452,6 @@ class Engine:
             "perf/rollout_tokens_per_second": self.tokens_sampled / seconds,
             "time/rollout": seconds,
         }
-
-
-def empty_queue(count: int, has_draws: bool) -> Queue:
-    """Makes room for so many requests."""
-    zeros = np.zeros((5, count), np.int32)
-    draws = no_draws(count) if has_draws else None
-    key_data = np.zeros((count, 2), np.uint32)
-    return Queue(zeros[0], key_data, *zeros[1:], draws)
 
 
 def append_calls(

@@ -94,7 +94,7 @@ class SamplingMemory:
         return total
 
 
-def memory_here(
+def _memory_here(
     cfg: Architecture,
     dtype: DTypeLike,
     generation: GenerationConfig,
@@ -130,7 +130,7 @@ def choose_weights(
 ) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
     ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
-    memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
+    memory = _memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
     return weights_that_fit(
         memory,
         lambda: gathered_bytes(params, cfg, dtype),

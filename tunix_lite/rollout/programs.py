@@ -227,7 +227,7 @@ def at_home(
     return others.replace(cache=jax.tree.map(place_kv, state.cache))
 
 
-def on_every_device(x: jax.Array) -> jax.Array:
+def _on_every_device(x: jax.Array) -> jax.Array:
     """The array, whole on every device."""
     return constrain(x, *["seq"] * x.ndim)
 
@@ -354,7 +354,7 @@ def _reported_routes(spec: SamplerSpec, routed: Routed | None) -> jax.Array | No
     """The routes of tokens that were read, whole on every device; None: nothing is recorded."""
     if not spec.records_routes:
         return None
-    return on_every_device(recorded(routed.ids, spec.cfg))
+    return _on_every_device(recorded(routed.ids, spec.cfg))
 
 
 # ---- admit
@@ -498,7 +498,7 @@ def decode(
         top=drawn[4] if has_top else None,
     )
     # Each host reads all tokens, and decides from them by itself.
-    return slots, jax.tree.map(on_every_device, report)
+    return slots, jax.tree.map(_on_every_device, report)
 
 
 def read_drawn(

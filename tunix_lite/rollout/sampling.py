@@ -47,7 +47,7 @@ def draw(
     left_BV = full_BV
     if cutoffs is not None:
         # Cutting off never removes the best token.
-        left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
+        left_BV = jnp.where(temperature > 0, _apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
     if noise_BV is None:
@@ -122,7 +122,7 @@ def _logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def apply_cutoffs(
+def _apply_cutoffs(
     logits_BV: jax.Array,
     top_k: int | jax.Array = 0,
     top_p: float | jax.Array = 1.0,

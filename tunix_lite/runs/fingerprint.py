@@ -198,14 +198,14 @@ def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
     return replace(task, **pins) if pins else task
 
 
-def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
+def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
         name = f"{where}{escaped(key)}"
         here = ours.get(key)
         there = theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
-            yield from differences(here, there, f"{name}.")
+            yield from _differences(here, there, f"{name}.")
         elif here != there:
             yield name, f"{shown(here, _LONGEST)} here, {shown(there, _LONGEST)} there"
 
@@ -213,7 +213,7 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
     that are allowed. Another model cannot be forced: its checkpoint means something else."""
-    changes = dict(differences(ours, theirs))
+    changes = dict(_differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(_SAID)}
     changes.pop("training.packing", None)
     both = (one.get("training") for one in (ours, theirs))

@@ -70,7 +70,7 @@ class _BatchesInFlight:
         self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
 
 
-class PartialRollouts:
+class _PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights. It gives
     runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
@@ -264,7 +264,7 @@ class _Sampled:
     grader: Any
 
 
-class OneStepOffPolicy:
+class _OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
     programs, in one order: the first chunks of sampling, the update, the other chunks. Their
@@ -384,7 +384,7 @@ class OneStepOffPolicy:
 
 
 # what gives a run its completions where rollouts overlap with learning
-Overlap = PartialRollouts | OneStepOffPolicy
+Overlap = _PartialRollouts | _OneStepOffPolicy
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
@@ -409,6 +409,6 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
             if arrays is not None:
                 start = in_flight_from(arrays)
     if overlap == "one_step":
-        return OneStepOffPolicy(session, start, separate_sampling(session, resolved))
+        return _OneStepOffPolicy(session, start, separate_sampling(session, resolved))
     sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
-    return PartialRollouts(session, PartialSampler(sampler), start)
+    return _PartialRollouts(session, PartialSampler(sampler), start)

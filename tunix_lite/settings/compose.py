@@ -201,7 +201,11 @@ def explain(
     chosen = [
         text for text, override in parsed.items() if override.get_key_element() in groups
     ]
-    known = _known_settings([*of, *chosen], of, config_name)
+    known: list[str] = []
+    # of the options that are chosen, or where they cannot be composed of the default ones
+    for options in ([*of, *chosen], list(of)):
+        with contextlib.suppress(HydraException, OmegaConfBaseException):
+            known = known or list(leaves(_plain_values(hydra.compose(config_name, options))))
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     if not known and not any((folder / file).is_file() for folder in folders):
@@ -243,15 +247,6 @@ _PLUGINS = {
     "launcher=submitit_slurm": "submitit",
     "sweeper=optuna": "optuna",
 }
-
-
-def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
-    """The dotted names of all settings, with these options chosen, or with the default ones where
-    they cannot be composed; [] if the file of this name cannot be composed at all."""
-    for chosen in (options, list(of)):
-        with contextlib.suppress(HydraException, OmegaConfBaseException):
-            return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
-    return []
 
 
 def leaves(values: dict, prefix: str = "") -> Iterator[str]:

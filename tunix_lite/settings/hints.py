@@ -35,9 +35,9 @@ _STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding
 
 
 @dataclass(frozen=True)
-class Hint:
+class _Hint:
     """The overrides to write, and a note about them; one of the two may be missing.
-    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "")."""
+    Example: `_translated("lr", "1e-5", known)` is _Hint(("optimizer.learning_rate=1e-5",), "")."""
 
     # ready to be typed, but for a shell's quotes
     overrides: tuple[str, ...]
@@ -64,11 +64,11 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     it. known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
-    hint = translated(key, value, known)
+    hint = _translated(key, value, known)
     if hint is not None:
         link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
-    near = nearest_settings(key, known)
+    near = _nearest_settings(key, known)
     if near:
         return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
 
@@ -126,14 +126,14 @@ def _normal(key: str) -> str:
     return key.strip().lstrip("+~-").replace("-", "_").lower()
 
 
-def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
+def _translated(key: str, value: object, known: Iterable[str] | None = None) -> _Hint | None:
     """Translates a word of another project; None if the table does not have it. value: None if it
     is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
     if family:
-        return Hint((), family)
+        return _Hint((), family)
     # The longest name first: rollout.n is known, n is not.
     # other projects nest their settings, and may nest them in another way
     parts = name.split(".")
@@ -143,20 +143,12 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
             return _fitting(each, parts[:start], value, known)
     last = parts[-1]
     family = next((families[f] for f in families if "." not in f and last.startswith(f)), "")
-    return Hint((), family) if family else None
-
-
-def foreign_value(key: str, value: object) -> Hint | None:
-    """Translates another project's value of our setting; None: nothing is known of it."""
-    each, is_ours = _index().get(_normal(key), (None, False))
-    if not is_ours or _text(value).lower() not in each.values:
-        return None
-    return Hint(tuple(each.values[_text(value).lower()].split()))
+    return _Hint((), family) if family else None
 
 
 def _fitting(
     each: Word, sections: list[str], value: object, known: Iterable[str] | None
-) -> Hint | None:
+) -> _Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)
     overrides: tuple[str, ...] = ()
@@ -179,7 +171,7 @@ def _fitting(
     is_elsewhere = section in _STRICT and overrides and not in_place
     if is_elsewhere or not (overrides or each.note):
         return None
-    return Hint(overrides, each.note)
+    return _Hint(overrides, each.note)
 
 
 def _exists(override: str, known: set[str]) -> bool:
@@ -214,14 +206,6 @@ def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
     return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
 
 
-def near_option(group: str, value: str, folders: Iterable[Path] = ()) -> str | None:
-    """The option that is meant by `value`: gemma-3-1b-it is gemma3_1b. None: not exactly one."""
-    options = options_of(group, folders)
-    value = _KNOWN_OPTIONS.get((group, _plain(value)), value)
-    same = (option for option in options if _plain(option) == _plain(value))
-    return next(same, None) or near_word(value, options)
-
-
 # What other projects call an option: (group, name without separators before digits) -> ours.
 _KNOWN_OPTIONS = {
     ("algorithm", "drgrpo"): "dr_grpo",
@@ -244,7 +228,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[- ]", "_", name)
 
 
-def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
+def _nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     """The settings that are meant by a misspelt one: one, or two that fit equally well; else []."""
     wanted = key.strip().lstrip("+~")
     section, _, name = wanted.rpartition(".")
@@ -311,14 +295,6 @@ def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
     return [*mine, *others]
 
 
-def _option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint | None:
-    """The option of a group that is meant by a value."""
-    if group == "model" and ("/" in value or value.startswith((".", "~"))):
-        return Hint((f"model.weights={value}",))
-    option = near_option(group, value, folders)
-    return Hint((f"{group}={option}",)) if option else None
-
-
 def wrong_override(
     key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
 ) -> str | None:
@@ -330,17 +306,19 @@ def wrong_override(
         if value is None or str(value) in options:
             return None
         there = f"here is {', '.join(options)}"
-        hint = _option_meant(key, str(value), folders)
         text = f"{key}={value}: there is no such {key}; "
         # The hint comes first: some groups have thirty options.
-        if hint is None:
-            return f"{text}t{there}"
-        if hint.overrides:
-            return f"{text}did you mean {hint}? T{there}"
-        return f"{text}{hint}; t{there}"
+        value = str(value)
+        if key == "model" and ("/" in value or value.startswith((".", "~"))):
+            return f"{text}did you mean {shell_quoted(f'model.weights={value}')}? T{there}"
+        # gemma-3-1b-it is gemma3_1b
+        value = _KNOWN_OPTIONS.get((key, _plain(value)), value)
+        same = (option for option in options if _plain(option) == _plain(value))
+        option = next(same, None) or near_word(value, options)
+        return f"{text}did you mean {key}={option}? T{there}" if option else f"{text}t{there}"
     if any(name == key or name.startswith(f"{key}.") for name in known):
         return None
-    near = nearest_settings(key, groups) if "." not in key else []
+    near = _nearest_settings(key, groups) if "." not in key else []
     if len(near) == 1:
         line = shell_quoted(f"{near[0]}={value}")
         return f"{key}: there is no such group; did you mean {line}?"
@@ -361,5 +339,8 @@ def check_values(overrides: Iterable[str]) -> None:
             )
     for text in overrides:
         key, _, value = text.partition("=")
-        if (hint := foreign_value(key, value)) is not None:
-            raise ConfigError(f"{text}: there is no such value; write {hint}")
+        each, is_ours = _index().get(_normal(key), (None, False))
+        if is_ours and (ours := each.values.get(_text(value).lower())) is not None:
+            raise ConfigError(
+                f"{text}: there is no such value; write {_Hint(tuple(ours.split()))}"
+            )

@@ -150,7 +150,7 @@ class Mlflow(_Plug):
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
-                for name, value in flat(run.settings)
+                for name, value in _flat(run.settings)
             ]
             # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
@@ -224,11 +224,11 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
     return [*plain, *(f"reward {name}" for name in rewards)], cells
 
 
-def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     """The dotted names of all settings, and their values."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -33,7 +33,7 @@ _START_SECONDS = 30.0
 _MOST_WAITING = 1 << 20
 
 
-class Endpoint:
+class _Endpoint:
     """A server on 127.0.0.1 that records the calls of episodes. `close` ends it.
     Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
 
@@ -120,7 +120,7 @@ class AgentExperience:
         )
         longest = limits.max_prompt_length
         self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
-        endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
+        endpoint = _Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
         reward = reward or _rewards_of(run.task)
         self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)
