@@ -328,15 +328,12 @@ class Engine:
         """Starts a chunk of decoding in the slots as they are."""
         spec = self.programs.spec
         has_cutoffs = spec.cuts_off(self.temperature)
-        has_top = False
-        # Both are static arguments: where no request needs them, the program without them is
-        # faster.
+        # A static argument: where no request cuts tokens off, the program without it is faster.
         if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
-            has_top = any(draw.top_logprobs for draw in draws)
         self.slots, chunk = self.programs.decode(
-            self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
+            self.slots, self.per_layer_params, self.temperature, has_cutoffs
         )
         # The copy follows the chunk at once, so that `read_chunk` need not ask for it.
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
@@ -435,10 +432,6 @@ class Engine:
         self.tokens_sampled += count
         if decoded.routes is not None:
             request.routes.append((decoded.routes, np.s_[:count, slot]))
-        most = request.draw.top_logprobs if request.draw is not None else 0
-        if most and decoded.top is not None:
-            logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)
-            request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
         return end
 
     def metrics(self) -> Metrics:

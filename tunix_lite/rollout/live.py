@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -38,8 +38,6 @@ class NewTokens:
     tokens: list[int]
     logprobs: list[float]  # log-probabilities under the distribution that was drawn from
     full_logprobs: list[float]  # log-probabilities under softmax(logits / temperature)
-    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos, stop or length, once the sequence has ended; error with a message
     reason: str | None = None
     message: str = ""
@@ -264,7 +262,6 @@ class LiveEngine:
                         one.tokens[new],
                         one.logprobs[new],
                         one.full_logprobs[new],
-                        one.top[new],
                         one.reason,
                         message,
                     )

@@ -30,8 +30,6 @@ from tunix_lite.rollout.settings import GenerationConfig
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
 _NOISE_AT_ONCE = 2**22
-# The likeliest tokens that a chunk reports where one request asks for them.
-MOST_TOP = 20
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,6 @@ class DecodedChunk:
     requests: jax.Array  # [B] number of the request
     running: jax.Array  # [B] bool, after the chunk
     num_taken: jax.Array  # [] requests taken so far
-    # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
-    # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
-    top: tuple[jax.Array, jax.Array] | None = None
     # [chunk, B, L * k] the experts that each token took; None: they are not recorded
     routes: jax.Array | None = None
 
@@ -175,7 +170,7 @@ class Programs:
         self.decode = self._jit(
             decode,
             compiler_options=options_of_mesh(FOR_DECODING),
-            static_argnums=(3, 4),
+            static_argnums=3,
             donate_argnums=0,
         )
         self.rewind = self._jit(rewind, donate_argnums=0)
@@ -415,12 +410,11 @@ def decode(
     per_layer_params: Params,
     temperature: jax.Array,
     has_cutoffs: bool = False,
-    has_top: bool = False,
 ) -> tuple[Slots, DecodedChunk]:
     """Draws one token in every slot and reads it, `spec.chunk` times.
 
     temperature: of all slots, unless spec.per_request. has_cutoffs: top_k, top_p and min_p cut
-    tokens off. has_top: the likeliest tokens are reported.
+    tokens off.
     """
     cutoffs = None
     if spec.per_request:
@@ -446,7 +440,7 @@ def decode(
             noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))
 
     def draw(slots: Slots, noise_BV: jax.Array | None) -> tuple:
-        """tokens, logprobs, full_logprobs, [B] each, and perhaps the likeliest tokens."""
+        """tokens, logprobs, full_logprobs, [B] each."""
         # `hidden` is that of the newest token, of the prompt or of the completion.
         if spec.fused:
             # One kernel, and no logits. Pallas is only imported where it is used.
@@ -465,7 +459,7 @@ def decode(
             return token_B, logprobs_B, logprobs_B
         logits_BV = decoder.logits(per_layer_params, spec.cfg, slots.hidden)
         logits_BV = constrain(logits_BV, "batch", "vocab")
-        drawn = sampling.draw(
+        return sampling.draw(
             logits_BV,
             slots.keys,
             slots.num_drawn,
@@ -473,11 +467,6 @@ def decode(
             cutoffs,
             noise_BV,
         )
-        if not has_top:
-            return drawn
-        full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
-        count = min(MOST_TOP, spec.cfg.vocab_size)
-        return (*drawn, jax.lax.top_k(full_BV, count))
 
     def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
         angles, noise_BV = ahead
@@ -495,7 +484,6 @@ def decode(
         requests=slots.requests,
         running=slots.running,
         num_taken=slots.num_taken,
-        top=drawn[4] if has_top else None,
     )
     # Each host reads all tokens, and decides from them by itself.
     return slots, jax.tree.map(_on_every_device, report)

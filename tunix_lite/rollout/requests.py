@@ -27,7 +27,6 @@ class DrawSettings:
     min_p: float = 0.0
     seed: int = 0
     generation: int = 0  # index among the completions of the same prompt and seed
-    top_logprobs: int = 0  # the likeliest tokens that are reported at each position
 
     @property
     def has_cutoffs(self) -> bool:
@@ -69,8 +68,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     # log-probability of each token under softmax(logits / temperature)
     full_logprobs: list[float] = field(default_factory=list)
-    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # the routes of its prompt, and of its tokens piece by piece; None, []: none are recorded
     prompt_routes: "RoutePiece | None" = None
     routes: "list[RoutePiece]" = field(default_factory=list)

@@ -147,7 +147,7 @@ class OpenEpisodes:
             earlier = [_TokenSequence(list(one.tokens)) for one in opened.sequences]
         how = call.draw if opened.draw is None else opened.draw
         seed = seed_of_call(opened.seed, number, 0)
-        draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)
+        draw = replace(how, seed=seed)
         prompts = []
         for prompt in call.prompts:
             sampled = prompt
