@@ -2,10 +2,8 @@
 resumes only from a checkpoint of the same run. What never changes an answer is not in it: the mesh,
 micro-batches, remat, slots, and how often. Packing is, so that auto goes on as the run began."""
 
-import ast
 import hashlib
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ import optax
 from tunix_lite import __version__
 from tunix_lite.basics.plain_text import escaped, shown, without_secrets
 from tunix_lite.basics.untrusted import read_object
+from tunix_lite.distributed.agreement import digests_of_code
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
@@ -124,7 +123,7 @@ def fingerprint(
         values["optimizer"]["shards"] = shards
     if run.optimizer.schedule != "constant":
         values["training"]["max_steps"] = training.max_steps
-    code = _digests_of_code((values["algorithm"], task))
+    code = digests_of_code((values["algorithm"], task))
     if code:
         values["code"] = code
     return without_secrets(values)
@@ -132,34 +131,6 @@ def fingerprint(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _digests_of_code(settings: _Plain) -> dict[str, str]:
-    """Returns digests, by module, of the user's own code that plain settings name by dotted path,
-    rewards above all. Comments and blank lines do not count."""
-    if isinstance(settings, dict | list | tuple):
-        values = settings.values() if isinstance(settings, dict) else settings
-        digests: dict[str, str] = {}
-        for value in values:
-            digests |= _digests_of_code(value)
-        return digests
-    if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
-        return {}
-    name = settings.rpartition(".")[0]
-    # a class in a class: the module is what was imported
-    while name and name not in sys.modules:
-        name = name.rpartition(".")[0]
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_ours = name.partition(".")[0] == "tunix_lite"
-    # what is installed has a version
-    if (
-        file is None
-        or is_ours
-        or Path(file).suffix != ".py"
-        or "site-packages" in Path(file).parts
-    ):
-        return {}
-    return {name: _digest(ast.dump(ast.parse(Path(file).read_bytes())))}
 
 
 def read_fingerprint(file: Path) -> dict:
