@@ -72,7 +72,7 @@ from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, sources, task
 from tunix_lite.tasks import text as plain_text
 from tunix_lite.tasks.puzzles import countdown, last_word
-from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
+from tunix_lite.tracking.plugs import Mlflow, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
 PAGE = "config/reference"
@@ -144,7 +144,6 @@ GROUPS = (
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
     Group("Tracker: Weights & Biases", "tracking.trackers.wandb.", Wandb, None),
     Group("Tracker: MLflow", "tracking.trackers.mlflow.", Mlflow, None),
-    Group("Tracker: Trackio", "tracking.trackers.trackio.", Trackio, None),
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
     Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),

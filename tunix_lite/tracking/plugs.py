@@ -1,4 +1,4 @@
-"""Trackers of other projects: Weights & Biases, Trackio and MLflow, each an extra of its name; and
+"""Trackers of other projects: Weights & Biases and MLflow, each an extra of its name; and
 a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
@@ -66,7 +66,7 @@ class Wandb(_Plug):
     entity: str | None = None
     mode: str | None = None
 
-    def __call__(self, run: TrackedRun) -> "_TableRun":
+    def __call__(self, run: TrackedRun) -> "_WandbRun":
         # An extra of the package: nobody needs it who does not name it.
         import wandb
 
@@ -81,35 +81,12 @@ class Wandb(_Plug):
             config=run.settings,
         )
         run.keep_id("wandb", opened.id)
-        return _TableRun(wandb, opened)
+        return _WandbRun(wandb, opened)
 
 
 @dataclass(frozen=True)
-class Trackio(_Plug):
-    """Opens a run in Trackio, or goes on with that of the same name.
-    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal."""
-
-    # conf/tracking/trackio.yaml explains each setting
-    project: str | None = None
-    space_id: str | None = None
-
-    def __call__(self, run: TrackedRun) -> "_TableRun":
-        import trackio
-
-        opened = trackio.init(
-            project=self.project or run.project,
-            name=run.name,
-            space_id=self.space_id,
-            config=_with_plain_keys(run.settings),
-            resume="allow",
-            embed=False,
-        )
-        return _TableRun(trackio, opened)
-
-
-@dataclass(frozen=True)
-class _TableRun:
-    """A `Tracker` over wandb, or over trackio, which has the same calls."""
+class _WandbRun:
+    """A `Tracker` over a run of wandb."""
 
     # the module, with `Table`; and what its `init` returned
     module: Any
@@ -231,11 +208,3 @@ def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _with_plain_keys(settings: dict) -> dict:
-    """The settings with `target` for `_target_`: Trackio keeps names with _ for itself."""
-    return {
-        str(key).strip("_"): _with_plain_keys(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
