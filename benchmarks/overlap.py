@@ -51,7 +51,7 @@ ARMS = {
     "carry_4": ["rollout.overlap=carry", "rollout.max_staleness=4"],
     "one_step": ["rollout.overlap=one_step"],
 }
-QUIET = ["tracking.console=quiet", "tracking.report=false", "tracking.tensorboard=false", "rewards.workers=0"]
+QUIET = ["tracking.console=quiet", "tracking.tensorboard=false", "rewards.workers=0"]
 SIZES = [
     "training.prompts_per_step=8",
     "algorithm.num_generations=8",

@@ -54,7 +54,7 @@ def main() -> None:
         print(f"{write(corpus, arguments.megabytes):,} stories, {corpus.stat().st_size / 1e6:,.0f} MB")
         settings = [
             *("algorithm=sft", "task=text", f"task.train={corpus}", f"task.cache={folder}", "task.row_tokens=512"),
-            *(f"training.max_steps={arguments.steps}", "tracking.tensorboard=false", "tracking.report=false"),
+            *(f"training.max_steps={arguments.steps}", "tracking.tensorboard=false"),
             *arguments.settings,
         ]
         run = compose(settings)

@@ -28,7 +28,7 @@ from tunix_lite.algorithms import (
     weighting,
 )
 from tunix_lite.commands.check import Check
-from tunix_lite.commands.doctor import Doctor, DoctorOptions
+from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
@@ -72,7 +72,7 @@ from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, sources, task
 from tunix_lite.tasks import text as plain_text
 from tunix_lite.tasks.puzzles import countdown, last_word
-from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
+from tunix_lite.tracking.plugs import Mlflow, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
 PAGE = "config/reference"
@@ -144,7 +144,6 @@ GROUPS = (
     Group("Tracking", "tracking.", config.TrackingConfig, lambda run: run.tracking),
     Group("Tracker: Weights & Biases", "tracking.trackers.wandb.", Wandb, None),
     Group("Tracker: MLflow", "tracking.trackers.mlflow.", Mlflow, None),
-    Group("Tracker: Trackio", "tracking.trackers.trackio.", Trackio, None),
     Group("Resuming", "resume.", config.ResumeConfig, lambda run: run.resume),
     Group("The program", "runtime.", config.RuntimeConfig, lambda run: run.runtime),
     Group("Where rewards run", "rewards.", RewardsConfig, lambda run: run.rewards),
@@ -159,7 +158,6 @@ GROUPS = (
     Group("The command plan", "", PlanConfig, None),
     Group("The command check", "", Check, None),
     Group("The command doctor", "", Doctor, None),
-    Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )
 # groups of which nobody chooses an option: a program begins with its own
 OF_PROGRAMS = {"command"}

@@ -471,7 +471,7 @@ def traced(root: Path = ROOT) -> dict[tuple[str, str], int]:
             if takes["FreshExperience.take"] == 2 or threading.get_ident() in tracing:
                 seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
-    settings = ["training.max_steps=3", "evaluation.num_examples=0", "tracking.report=false", "rewards.workers=0"]
+    settings = ["training.max_steps=3", "evaluation.num_examples=0", "rewards.workers=0"]
     with tempfile.TemporaryDirectory() as folder:
         threading.setprofile(look)
         sys.setprofile(look)

@@ -24,7 +24,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
+from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
@@ -71,11 +71,11 @@ def draw() -> dict:
         rollout = RolloutConfig(4, 3, overlap="carry", max_staleness=2)
         session = session_of(rollout, Numbers())
         sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
-        carried = PartialRollouts(session, sampler, InFlight([], 0))
+        carried = _PartialRollouts(session, sampler, InFlight([], 0))
         found = {"carry": updates(carried, Policy(None, None), Numbers(), CFG)}
         rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
         session = session_of(rollout, Numbers())
-        ahead = OneStepOffPolicy(session, InFlight([], 0))
+        ahead = _OneStepOffPolicy(session, InFlight([], 0))
         policy = Policy(make_generate(*arguments, rollout=rollout), None)
         return found | {"one_step": updates(ahead, policy, Numbers(), CFG), "conversations": conversations()}
 
@@ -93,7 +93,7 @@ def conversations() -> dict:
     whole = Task(config, tokenizer, 32, 60)
     with whole.with_workers(RewardsConfig(workers=0), print, everyone, settings) as task:
         session = session_of(rollout, task)
-        found = updates(OneStepOffPolicy(session, InFlight([], 0)), policy, task, cfg)
+        found = updates(_OneStepOffPolicy(session, InFlight([], 0)), policy, task, cfg)
     assert max(turn for rows in found["turns"] for row in rows for turn in row) > 1
     return found
 

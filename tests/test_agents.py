@@ -20,8 +20,8 @@ from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, train_agent
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.runs.agents.batch import EpisodeGroups, settings_for_agents
-from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
-from tunix_lite.runs.agents.experience import Endpoint
+from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes, _TokenSequence, add_choice, with_tokens_as_sampled
+from tunix_lite.runs.agents.experience import _Endpoint
 from tunix_lite.runs.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
@@ -30,7 +30,7 @@ pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def sequences(*sampled: tuple) -> list[TokenSequence]:
+def sequences(*sampled: tuple) -> list[_TokenSequence]:
     found = []
     for one in sampled:
         add_choice(found, *one)
@@ -87,16 +87,16 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
     assert with_tokens_as_sampled(other, earlier, tokenizer) == other
 
 
-def groups_of(rewards: list, sequences_of: list[list[TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
+def groups_of(rewards: list, sequences_of: list[list[_TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
     episodes = [Episode(str(i), {}, i, sequences=found) for i, found in enumerate(sequences_of)]
     ended = [Ended(value, 0.1, "" if value is not None else "error", "it broke") for value in rewards]
     return EpisodeGroups(episodes, ended, 2, on_error)
 
 
-def sequence(prompt: int, sampled: int) -> TokenSequence:
+def sequence(prompt: int, sampled: int) -> _TokenSequence:
     tokens = list(range(20, 20 + prompt + sampled))
     mask = [False] * prompt + [True] * sampled
-    return TokenSequence(tokens, mask, [-0.5 if is_on else 0.0 for is_on in mask], 1)
+    return _TokenSequence(tokens, mask, [-0.5 if is_on else 0.0 for is_on in mask], 1)
 
 
 def test_rows_of_episodes_by_hand():
@@ -159,7 +159,7 @@ def work(tokenizer):
         config = AgentConfig(**config)
         episodes = OpenEpisodes(tokenizer, 256, config.max_calls)
         engine = ScriptedEngine(tokenizer, say)
-        endpoint = Endpoint(engine, tokenizer, Limits("bundled", 256, 32, 300, is_lenient=True), episodes)
+        endpoint = _Endpoint(engine, tokenizer, Limits("bundled", 256, 32, 300, is_lenient=True), episodes)
         runner = Runner(agent, reward, episodes, endpoint.base_url, config)
         opened.append((runner, endpoint))
         episodes = [episodes.open({"number": i}, seed + i, draw) for i in range(count)]
@@ -311,7 +311,7 @@ def two_turns(client, example):
 
 SMALL = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
 SMALL += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4", "training.max_steps=3"]
-SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2", "tracking.report=false"]
+SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2"]
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -33,7 +33,6 @@ def run_with(G=8, **training) -> SimpleNamespace:
     [
         ({}, 4, (16, 32, 1)),
         ({"micro_batch_size": 4}, 4, (16, 4, 8)),
-        ({"micro_batch_size": "auto", "sync_gradients_every": 4}, 2, (16, 16, 4)),
         ({"prompts_per_step": None, "micro_batch_size": 4, "gradient_accumulation_steps": 2}, 4, (4, 4, 2)),
     ],
 )
@@ -48,7 +47,6 @@ def test_the_rest_of_a_batch_is_derived(training, fsdp, expected):
         ({"micro_batch_size": 3}, 4, "prompts_per_step=16 x num_generations=8 = 128 .* each of the 4 shards has 32"),
         ({"micro_batch_size": 4, "gradient_accumulation_steps": 4}, 4, "cannot make 128.*Set one of the three to null"),
         ({"prompts_per_step": 3}, 16, "= 24 sequences per update do not divide over fsdp=16; use a multiple of 2"),
-        ({"micro_batch_size": "auto", "gradient_accumulation_steps": 2}, 1, "auto derives gradient_accumulation_steps"),
     ],
 )
 def test_batches_that_contradict_themselves_show_the_arithmetic(training, fsdp, message):

@@ -15,12 +15,12 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.imports import import_named, looking_in_working_folder
+from tunix_lite.distributed.agreement import digests_of_code
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import locate
 from tunix_lite.parallel.mesh import RULES
-from tunix_lite.runs import fingerprint as of_fingerprint
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
@@ -314,7 +314,7 @@ def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_
     run = compose(["task.rewards.correct.fn=reward_of_a_user.short"])
 
     def kept(run):
-        return {"model": {}, "code": of_fingerprint._digests_of_code(plain(run.task))}
+        return {"model": {}, "code": digests_of_code(plain(run.task))}
 
     theirs = kept(run)
     assert list(theirs["code"]) == ["reward_of_a_user"]

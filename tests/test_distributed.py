@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,8 +25,6 @@ from tunix_lite.distributed.agreement import ProcessInfo, _flatten_settings, des
 from tunix_lite.distributed.meeting import NotMet, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.parallel import mesh
-from tunix_lite.rewards.text import brevity
-from tunix_lite.tasks.task import Reward, TaskConfig
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
@@ -190,24 +187,6 @@ def test_variables_that_change_programs_are_compared_though_only_one_has_them():
     assert heard(values, values, agreement._compiler_variables(own) | values) is None
     differs = "process 1 (b) has variable JAX_ENABLE_X64=1, the others not set. "
     assert heard({}, agreement._compiler_variables({"JAX_ENABLE_X64": "1"})).startswith(differs)
-
-
-def test_the_files_of_a_users_functions_are_compared_and_the_function_is_named(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "functions_of_a_user.py"
-    file.write_text("class Source:\n    train = held_out = [{}]\n\ndef right(text, example, by=1): return 1.0\n")
-    mine = importlib.import_module("functions_of_a_user")
-    rewards = {"own": Reward(partial(mine.right, by=mine.right)), "ours": Reward(brevity)}
-    settings = {"task": TaskConfig(mine.Source(), "", rewards, correct=mine.right), "written_in_c": len}
-    found = agreement.user_code_digests(settings)
-    assert [*found] == [f"code of task.{name}" for name in ("source", "rewards.own.fn", "rewards.own.fn.by", "correct")]
-    with open(file, "a") as more:
-        more.write("# of another host\n")
-    differs = agreement.user_code_digests(settings)
-    assert all(differs[name] != found[name] for name in found)
-    assert heard(found, found | {"code of task.correct": differs["code of task.correct"]}).startswith(
-        "process 1 (b) has code of task.correct="
-    )
 
 
 # ---- nodes

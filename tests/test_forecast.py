@@ -97,7 +97,7 @@ def test_a_rollout_for_several_updates_is_divided_among_them(cfg):
 
 
 def test_assumed_lengths_are_half_of_the_longest_on_average():
-    drawn = lengths.assumed(np.random.default_rng(0), (200_000,), 1000)
+    drawn = lengths._assumed(np.random.default_rng(0), (200_000,), 1000)
     assert drawn.min() >= 1 and drawn.max() == 1000
     assert drawn.mean() == pytest.approx(500, rel=0.01)
 

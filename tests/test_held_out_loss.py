@@ -30,7 +30,7 @@ ONE = "model.mesh_shape=[[1,1],[fsdp,tp]]"
 SFT = [*TINY, "algorithm=sft", "training.prompts_per_step=4", "generation.max_new_tokens=48", "rewards.workers=0",
        "evaluation.num_examples=0", "evaluation.loss_examples=10", "evaluation.interval_steps=1",
        "optimizer.learning_rate=1e-2", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
-       "tracking.tensorboard=false", "tracking.report=false"]  # fmt: skip
+       "tracking.tensorboard=false"]  # fmt: skip
 # of steps 1 to 6
 SCORES = [1.0, 3.0, 2.0, 2.5, 9.0, 1.0]
 RANKED = ["training.best_metric=mine/score", "training.best_is=highest", "training.keep_best_checkpoints=1",

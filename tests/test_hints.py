@@ -15,8 +15,7 @@ from tunix_lite.parallel.mesh import spec
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
-from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
-from tunix_lite.settings.hints import foreign_words
+from tunix_lite.settings.hints import HYDRA, check_values, flags_first, foreign_words, wrong_override
 
 ROOT = Path(__file__).parents[1]
 WORDS, FAMILIES = foreign_words()
@@ -39,13 +38,22 @@ def settings_of(words: tuple[str, ...]) -> list[str]:
     return HELD[words]
 
 
+def without_dashes(words: list[str]) -> list[str]:
+    """The command line with the settings that the program says in place of foreign flags."""
+    if not words[0].startswith("-"):
+        return words
+    with pytest.raises(ConfigError) as error:
+        flags_first(words, HYDRA)
+    return shlex.split(str(error.value).partition("without dashes: ")[2])
+
+
 def answer(typed: str) -> str:
     """What the program says to a command line: the message of its error."""
     words = shlex.split(typed) if typed.startswith("--") else typed.split()
     chosen = tuple(word for word in words[1:] if re.fullmatch(r"(task|algorithm)=(jsonl|parquet|sapo)", word))
     known = settings_of(chosen)
+    words = without_dashes(words)
     with pytest.raises(ConfigError) as error:
-        refuse_foreign(words, known, HYDRA)
         check_values(words)
         key, _, value = words[0].partition("=")
         if message := wrong_override(key, value, known, GROUPS):
@@ -67,7 +75,8 @@ def offered(message: str) -> str:
 
 def is_right(typed: str, meant: str) -> bool:
     given = offered(answer(typed))
-    value = typed.partition("=")[2]
+    word = without_dashes(shlex.split(typed))[0] if typed.startswith("-") else typed
+    value = word.partition("=")[2]
     return meant in (given, f"{given}={value}")
 
 
@@ -88,17 +97,17 @@ def test_a_name_that_means_another_thing_gets_no_override():
 
 def by_the_program(words: list[str]) -> str:
     """The message that the program ends with."""
-    known = list(composing.setting_names((), words))
+    options = [word for word in words if word.startswith("algorithm=")]
+    words = without_dashes(words)
     with pytest.raises(ConfigError) as error:
-        refuse_foreign(words, known, HYDRA)
-        compose(words)
+        compose([*words, *(word for word in options if word not in words)])
     return str(error.value)
 
 
 def test_the_chosen_algorithm_decides_what_a_word_means_and_a_negative_number_is_a_value():
     assert offered(by_the_program(["--beta", "0.1", "algorithm=dpo"])) == "algorithm.beta=0.1"
     assert offered(by_the_program(["--beta", "0.1"])) == "algorithm.kl_coef=0.1"
-    assert offered(by_the_program(["--top_k", "-1", "--seed", "3"])) == "generation.top_k=0 seed=3"
+    assert offered(by_the_program(["--top_k", "-1", "--seed", "3"])) == "generation.top_k=0"
     assert offered(by_the_program(["tracking.wandb=true"])) == "tracking=wandb"
     assert offered(by_the_program(["training.remat=true"])) == "training.remat=block"
     assert offered(by_the_program(["ici_tensor_parallelism=-1"])) == "model.mesh_shape=[[1,-1],[fsdp,tp]]"
@@ -139,14 +148,15 @@ def test_the_page_for_people_from_other_projects_is_the_table(monkeypatch):
     assert page.PAGE.read_text() == page.render(), "python docs/coming_from.py"
 
 
-def test_several_flags_become_one_line_and_what_has_none_is_explained():
+def test_flags_are_answered_with_the_settings_that_they_would_be():
     with pytest.raises(ConfigError) as error:
-        refuse_foreign(["--lr", "1e-5", "--fp16", "--tp=2", "--nonsense", "1"], settings_of(()), HYDRA)
+        flags_first(["--lr", "1e-5", "--fp16", "--tp=2", "seed=3", "--batch-size", "-1", "--x", "a b"], HYDRA)
     assert str(error.value) == (
-        "--lr 1e-5 --fp16 --tp=2 --nonsense 1: settings are written key=value, without dashes: "
-        "optimizer.learning_rate=1e-5 'model.mesh_shape=[[-1,2],[fsdp,tp]]'; --fp16: float16 is not supported; "
-        "training.mixed_precision=bf16 is the type of 16 bits here; --nonsense: there is no such setting"
+        "settings are written key=value, without dashes: lr=1e-5 fp16=true tp=2 batch_size=-1 'x=a b'"
     )
+    assert flags_first(["seed=3", "--cfg", "job", "--multirun", "a=1,2"], HYDRA) == [
+        "--cfg", "job", "--multirun", "seed=3", "a=1,2"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

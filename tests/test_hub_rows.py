@@ -235,7 +235,7 @@ def test_a_run_goes_on_with_the_commit_in_its_folder(folder, tmp_path, monkeypat
     monkeypatch.setattr(datasets, "load_dataset_builder", load)
     words = ["task=jsonl", "algorithm=sft", "task.train=hub:org/sums", "task.held_out=hub:org/sums"]
     words += ["task.prompt={problem}", "'task.fields={completion: answer}'".strip("'"), "model=random"]
-    words += ["training.prompts_per_step=2", "evaluation.num_examples=0", "tracking.report=false"]
+    words += ["training.prompts_per_step=2", "evaluation.num_examples=0"]
     words += ["model.mesh_shape=[[1,1],[fsdp,tp]]", "training.packing=none", "model.architecture.num_layers=2"]
     main = OLD
     train(compose([*words, "training.max_steps=1"]), tmp_path / "run")

@@ -23,7 +23,7 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import BUNDLED, ModelConfig, locate
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.fingerprint import check_same_run, differences, fingerprint
+from tunix_lite.runs.fingerprint import _differences, check_same_run, fingerprint
 from tunix_lite.settings.compose import compose_values
 from tunix_lite.settings.config import build
 
@@ -155,8 +155,8 @@ def test_what_is_exported_says_what_the_run_says(adapted, tmp_path, kind, tolera
         again = one(ModelConfig(weights=str(TINY), lora=lora))
         assert again.source.lora.rank == 4 and again.source.lora.alpha == 32.0
     np.testing.assert_allclose(logits(again), logits(ours), atol=tolerance)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "rank 4" in card and "step 1" in card
+    about = json.loads((tmp_path / "out" / "tunix_lite.json").read_text())
+    assert about["lora"]["rank"] == 4 and about["step"] == 1
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "tunix_lite.json"} <= names
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in (tmp_path / "out").iterdir()), "others serve it"
@@ -201,12 +201,12 @@ def test_another_text_or_variable_of_the_template_is_another_run(tmp_path):
     ours = fingerprint(compose([]), locate(ModelConfig()), 1)
     text = (BUNDLED / "chat_template.jinja").read_text()
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == ours["chat_template"]
-    assert dict(differences(kept(text), ours)) == {}, "it is the text that counts, wherever it is from"
-    assert [*dict(differences(kept("{{ messages }}{{ x }}"), ours))] == ["chat_template"]
+    assert dict(_differences(kept(text), ours)) == {}, "it is the text that counts, wherever it is from"
+    assert [*dict(_differences(kept("{{ messages }}{{ x }}"), ours))] == ["chat_template"]
     theirs = kept("{{ messages }}{{ x }}", "model.template.x=low")
     for x, said in (("high", "template.x: 'high' here, 'low' there"), ("low", "")):
         other = kept("{{ messages }}{{ x }}", f"model.template.x={x}")
-        assert "; ".join(map(": ".join, differences(other, theirs))) == said
+        assert "; ".join(map(": ".join, _differences(other, theirs))) == said
     with pytest.raises(ValueError, match="not the run in old: chat_template: '.*' here, '.*' there. resume.force"):
         check_same_run(kept("{{ messages }}"), ours, "old", force=False)
 
@@ -256,10 +256,10 @@ def test_exports_that_cannot_be(model, tmp_path, settings, message):
 
 def test_overwriting_replaces_only_what_export_wrote(model, tmp_path):
     export(model, tmp_path / "out")
-    (tmp_path / "out" / "README.md").write_text("old")
+    (tmp_path / "out" / "old").write_text("old")
     (tmp_path / ".out.mine").mkdir()
     export(model, tmp_path / "out", overwrite=True)
-    assert "tunix_lite" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / ".out.mine").is_dir()
+    assert not (tmp_path / "out" / "old").exists() and (tmp_path / ".out.mine").is_dir()
     stands_on = one(ModelConfig(weights=str(tmp_path / "out"), lora=LoraConfig(rank=2, targets="layers/q")))
     with pytest.raises(ConfigError, match="is the folder of the base that the model is made from"):
         export(stands_on, tmp_path / "out", overwrite=True)

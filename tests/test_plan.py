@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -351,19 +350,6 @@ def test_what_an_estimate_says_fits_is_looked_at_more_closely(cfg):
     assert found.resident == {"all": 7}
 
 
-def test_auto_takes_the_largest_micro_batch_that_fits():
-    overrides = ["model=gemma3_1b", "training.remat=block", "training.mixed_precision=bf16"]
-    overrides += ["training.prompts_per_step=512", "generation.max_prompt_length=512", "generation.max_new_tokens=512"]
-    run = compose([*overrides, "training.micro_batch_size=auto"])
-    machine, sizes = find_machine("v5e-4"), {"fsdp": 4, "tp": 1}
-    found = plan.estimated(run, machine, *find_model(run.model), sizes)
-    size = found.resolved.batch.micro_batch_size
-    assert found.fits
-    assert 1 <= size < 1024
-    twice = compose([*overrides, f"training.micro_batch_size={2 * size}"])
-    assert plan.estimated(twice, machine, *find_model(run.model), sizes).fits is False
-
-
 # ---- what goes wrong
 
 
@@ -451,34 +437,6 @@ def compiled_programs(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
     return counts, sizes
-
-
-def a_gib_a_sequence(machine, case, done):
-    return SimpleNamespace(peak_bytes=case.batch.micro_batch_size * GiB)
-
-
-def test_what_auto_compiled_is_what_trains(tmp_path, monkeypatch, compiled_programs):
-    """For 4 sequences at once there is too little memory, for 2 enough: two programs, and none after them."""
-    monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
-    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(3 * GiB))
-    train(compose([*STARTS, "algorithm.num_generations=2", "training.micro_batch_size=auto"]), tmp_path)
-    assert [compiled_programs[0][name] for name in ("update", "scoring")] == [2, 1]
-    log = (tmp_path / "train.log").read_text()
-    assert "micro_batch_size=4: 4.00 GiB of 3.00 a device" in log
-    assert "micro_batch_size=2: 2.00 GiB of 3.00 a device" in log
-    assert "2 micro_batch_size x 1 fsdp x 2 accumulation" in log
-
-
-def test_auto_that_finds_nothing_says_what_it_tried(cfg, monkeypatch):
-    monkeypatch.setattr(at_start, "assemble_plan", a_gib_a_sequence)
-    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(GiB // 2))
-    monkeypatch.setattr(at_start, "compiled", lambda *args: None)
-    set_mesh(2, 2)
-    resolved, lines = case_of(cfg, ["training.micro_batch_size=auto"]), []
-    tried = r"no micro-batch fits into 0.50 GiB \(4: 4.00 GiB, 2: 2.00 GiB, 1: 1.00 GiB\); `tunix-lite plan` says what"
-    with pytest.raises(ConfigError, match=tried):
-        at_start.choose_micro_batch(resolved, lines.append)
-    assert lines[-1] == "micro_batch_size=1: 1.00 GiB of 0.50 a device"
 
 
 def test_a_packed_run_of_one_step_has_the_plan_of_its_programs_a_trace_and_a_table(tmp_path, compiled_programs):

@@ -477,7 +477,6 @@ RUN = [
     "evaluation.num_examples=4",
     "evaluation.num_samples=0",
     "tracking.tensorboard=false",
-    "tracking.report=false",
 ]
 OWN = ["algorithm.critic=own", "algorithm.kl_coef=0.01", "algorithm.bootstrap_truncated=true"]
 

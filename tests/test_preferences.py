@@ -33,7 +33,7 @@ from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import policy_of
-from tunix_lite.settings.resolved_run import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.settings.resolved_run import ResolvedRun, _FrozenModel, find_model, resolve_run
 from tunix_lite.tasks.sources import Jsonl
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -144,7 +144,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     run = compose(["algorithm=distill", *words, *QUICK])
     other = replace(cfg, num_layers=1, mlp_dim=40)
     resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, plan_batch(run, 1), RowLayout(), 4, "xla", "cpu")
-    resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla")})
+    resolved = replace(resolved, frozen_models={"teacher": _FrozenModel(other, "fp32", "xla")})
     weights = random_params(other, seed=9)
     policy = policy_of(resolved, frozen_models={"teacher": weights})
     mask = np.asarray(rollout.completion_mask)

@@ -68,7 +68,6 @@ SMALL = [
     "training.prompts_per_step=4",
     "evaluation.num_examples=2",
     "optimizer.warmup_steps=1",
-    "tracking.report=false",
 ]
 SMALL_MESH = {"v5e_16_gemma3_12b": "model.mesh_shape=[[2,2],[fsdp,tp]]"}
 ROWS = {
@@ -170,7 +169,7 @@ def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monk
         run_dir=RunDir(tmp_path),
         console=SimpleNamespace(say=lambda text, style="": said.append(text)),
         parts=SimpleNamespace(resolved=resolved),
-        run=compose(["tracking.report=false"]),
+        run=compose([]),
     )
     session._failed(run_session, ValueError("something else"))
     assert not any("memory" in text for text in said)

@@ -1,6 +1,5 @@
-"""Reports: their numbers computed again from the files of a run, hostile texts, size, time, and runs that were killed."""
+"""Results of runs: their numbers computed again from the files of a run, hostile texts, time, and runs that were killed."""
 
-import html.parser
 import json
 import os
 import re
@@ -15,10 +14,8 @@ import yaml
 
 from tunix_lite.__main__ import main
 from tunix_lite.basics.locks import is_held
-from tunix_lite.report.charts import Chart, Line, line_chart
-from tunix_lite.report.comparison import runs_in
-from tunix_lite.report.page import write_at_end, write_page
-from tunix_lite.report.run_page import run_page
+from tunix_lite.report.comparison import result_lines, runs_in
+from tunix_lite.report.evidence import read_evidence
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>](javascript:x)|`</pre>&\x1b[31m\u202e"
 STEPS, EXAMPLES, SAMPLES = 60, 40, 4
@@ -101,54 +98,8 @@ def run(tmp_path):
     return folder, *make_run(folder)
 
 
-# ---- a reader of HTML that knows nothing of how it was made
-
-
-class Reader(html.parser.HTMLParser):
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str]] = []
-        self.tables: list[list[list[str]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.words.append(data)
-        if self.open[-1:] in (["td"], ["th"]):
-            self.tables[-1][-1][-1] += data
-
-    def table(self, head: str) -> dict[str, list[str]]:
-        """The rows of the table whose first head is this, by their first cell."""
-        (found,) = [t for t in self.tables if t[0][0] == head]
-        return {row[0]: row[1:] for row in found[1:]}
-
-
-def read(folder) -> Reader:
-    return Reader(write_page(run_page(folder), folder / "page").read_text())
+def read(folder) -> list[str]:
+    return result_lines(read_evidence(folder))
 
 
 def numbers(text: str) -> list[float]:
@@ -160,80 +111,39 @@ def numbers(text: str) -> list[float]:
 
 def test_scores_before_and_after_are_those_of_the_samples(run):
     folder, _, truth = run
-    table = read(folder).table("score")
+    word, *lines = read(folder)
+    assert word == "completed"
     (right0, sampled0), (right1, sampled1) = truth[0], truth[STEPS]
     of = {
         "accuracy": (right0, right1),
         "avg@4": (sampled0.mean(1), sampled1.mean(1)),
         "pass@4": (sampled0.any(1), sampled1.any(1)),
     }
-    for name, (before, after) in of.items():
-        cells = table[name]
-        for cell, values in zip(cells, (before, after)):
-            mean, low, high = numbers(cell)
+    for line, (name, ends) in zip(lines, of.items()):
+        assert line.startswith(f"{name} ")
+        *shown, higher, lower = numbers(line.removeprefix(name))
+        before, after = map(np.float64, ends)
+        change = after - before
+        for values, (mean, low, high) in zip((before, after, change), zip(*[iter(shown)] * 3)):
             assert mean == pytest.approx(100 * values.mean(), abs=0.051)
             reach = 196 * values.std() / np.sqrt(EXAMPLES)
             assert (low + high) / 2 == pytest.approx(mean, abs=5) and (high - low) / 2 == pytest.approx(reach, rel=0.25)
-        change = np.float64(after) - np.float64(before)
-        assert numbers(cells[2])[0] == pytest.approx(100 * change.mean(), abs=0.051)
-        low, high = numbers(cells[3].replace(" to ", " "))
-        assert (high - low) / 2 == pytest.approx(196 * change.std() / np.sqrt(EXAMPLES), rel=0.25)
-        assert numbers(cells[4]) == [(change > 0).sum(), (change < 0).sum()]
-
-
-def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
-    folder, rows, _ = run
-    found = read(folder).table("metric")
-    trained = {name for row in rows for name in row if name.partition("/")[0] in ("reward", "train", "completions")}
-    assert trained - {"train/num_tokens", "train/skipped", "train/update_norm"} <= found.keys()
-    for name, cells in found.items():
-        values = np.array([row[name] for row in rows if name in row], np.float64)
-        third = max(len(values) // 3, 1)
-        of = [values[0], values[-1], values.min(), values.max(), values[:third].mean(), values[-third:].mean()]
-        assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
-
-
-def test_best_middle_and_worst_of_the_group_whose_rewards_differ_most_are_shown(run):
-    folder, _, _ = run
-    groups = ((1.0, None, 3.0, 2.0), (9.0, 9.0))
-    rows = [{"prompt": "p", "group": i, "reward": r} for i, rewards in enumerate(groups) for r in rewards]
-    (folder / "samples" / f"step_{STEPS:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert re.findall(r"reward \d", "".join(read(folder).words)) == ["reward 3", "reward 2", "reward 1"]
-
-
-def test_a_drawn_curve_lies_where_its_numbers_are():
-    """Read back through the numbers at the grid, as an eye does."""
-    steps, values = list(range(1, 41)), np.random.default_rng(0).normal(3, 1, 40).tolist()
-    drawn = line_chart(Chart("loss", [Line("", steps, values)]))
-    marks = re.findall(r'<text class="tick" x="38" y="([\d.]+)" text-anchor="end">([-\d.]+)<', drawn)
-    (y0, v0), (y1, v1) = [(float(y) - 3.5, float(v)) for y, v in (marks[0], marks[-1])]
-    below = re.findall(r'<text class="tick" x="([\d.]+)" y="172" text-anchor="middle">(\d+)<', drawn)
-    (x0, s0), (x1, s1) = [(float(x), float(s)) for x, s in (below[0], below[-1])]
-    points = [p.split() for p in re.search(r'class="line c0" d="M([^"]+)"', drawn)[1].split("L")]
-    seen = [v0 + (float(y) - y0) * (v1 - v0) / (y1 - y0) for _, y in points]
-    assert seen == pytest.approx(values, abs=0.01 * (v1 - v0))
-    assert [s0 + (float(x) - x0) * (s1 - s0) / (x1 - x0) for x, _ in points] == pytest.approx(steps, abs=0.05)
+        assert [higher, lower] == [(change > 0).sum(), (change < 0).sum()]
 
 
 # ---- what a stranger's folder may do
 
 
-def test_texts_of_a_stranger_stay_texts_and_a_page_loads_nothing_from_elsewhere(run, tmp_path):
+def test_texts_of_a_stranger_stay_texts(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "other"
     make_run(folder, text=EVIL)
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"status": "failed", "error": EVIL}))
-    text = write_page(run_page(folder), folder).read_text()
-    found = Reader(text)
-    allowed = "html head meta title style body main header div h1 h2 h3 span p section footer table tr th td svg path"
-    allowed += " text circle rect b i pre ul li code details summary"
-    assert found.tags <= set(allowed.split())
-    assert not [name for name, _ in found.attributes if name.startswith("on") or name in ("href", "src", "style")]
-    assert "alert(1)" in "".join(found.words), "it is shown, as text"
-    assert "\x1b" not in text and "\u202e" not in text
-    assert "default-src 'none'" in text
-    sound = write_page(run_page(run[0]), run[0] / "page").read_text()
-    assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", sound)
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
+    main()
+    shown = capsys.readouterr().out
+    assert "failed: <script>alert(1)</script>" in shown, "it is shown, as text"
+    assert "\x1b" not in shown and "\u202e" not in shown
 
 
 @pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", EVALUATION])
@@ -242,18 +152,19 @@ def test_a_damaged_or_missing_file_leaves_the_rest(run, name):
     file = folder / name
     for content in (b"", b"[1]", b'{"a": ', b"\xff\xfe", None):
         file.unlink() if content is None else file.write_bytes(content)
-        assert "held-out accuracy" in " ".join(read(folder).words)
+        word, *lines = read(folder)
+        assert word.startswith("unknown: ") if name == "status.json" else word == "completed"
+        assert bool(lines) == (name != EVALUATION)
 
 
 # ---- time, size, and runs that ended badly
 
 
-def test_a_report_of_thousands_of_steps_is_small_and_soon_there(tmp_path):
+def test_the_results_of_thousands_of_steps_are_soon_there(tmp_path):
     make_run(tmp_path / "run", steps=6_000)
     began = time.process_time()
-    file = write_page(run_page(tmp_path / "run"), tmp_path)
-    assert time.process_time() - began < 12, "some 2.5 s; a page that reads the rows once a metric takes minutes"
-    assert file.stat().st_size < 2_000_000
+    assert read(tmp_path / "run")[0] == "completed"
+    assert time.process_time() - began < 12, "some 2 s; reading the rows once a metric takes minutes"
 
 
 HOLDS = """
@@ -266,7 +177,7 @@ with lock_folder(Path(sys.argv[1]), 0):
 """
 
 
-def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
+def test_a_killed_run_is_called_so(run, monkeypatch, capsys):
     folder, _, _ = run
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
@@ -274,30 +185,16 @@ def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
         file.write('{"step": 61, "train/lo')
     trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "has it\n" and is_held(folder)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder), f"doctor.report={folder}"])
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
     main()
-    assert ">running<" in (folder / "report.html").read_text()
+    assert capsys.readouterr().out.splitlines()[1].startswith("running: ")
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     assert is_held(folder) is False
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder), f"doctor.report={folder}"])
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
     main()
-    text = (folder / "report.html").read_text()
-    assert ">killed<" in text and "metrics.jsonl holds 60 steps" in text
-    assert capsys.readouterr().out.split()[-1] == str(folder / "report.html")
-
-
-def test_a_report_that_cannot_be_written_is_one_line(run):
-    folder, _, _ = run
-    said: list[str] = []
-    (folder / "report.html").mkdir()
-    write_at_end(folder, lambda: run_page(folder), said.append)
-    assert len(said) == 1 and said[0].startswith("warning: the report could not be written (IsADirectoryError")
-
-    def full(text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_at_end(folder, lambda: run_page(folder), full)
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("killed: ") and line.endswith("metrics.jsonl holds 60 steps")
 
 
 # ---- several

@@ -42,7 +42,7 @@ from tunix_lite.train import train
 
 ONE = "model.mesh_shape=[[1,1],[fsdp,tp]]"
 TINY = ["model=random", "model.architecture.num_layers=1", "model.architecture.embed_dim=32",
-        "model.architecture.mlp_dim=32", ONE, "tracking.tensorboard=false", "tracking.report=false",
+        "model.architecture.mlp_dim=32", ONE, "tracking.tensorboard=false",
         "training.save_interval_steps=0", "rewards.workers=0"]  # fmt: skip
 PAIRS = [
     {"prompt": f"What is {a} + {b}?", "chosen": f"{a + b}", "rejected": f"It is {a + b + 1}", "gap": 0.25 * a}

@@ -30,7 +30,7 @@ from tunix_lite.models.routes import recorded, replayed, route_type
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
+from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks import task as task_module
@@ -295,7 +295,7 @@ def test_answers_of_an_environment_have_routes_too(mixture):
     np.testing.assert_array_equal(talked.routes[talked.token_mask], ids[talked.token_mask])
     assert not talked.routes[~talked.token_mask].any()
     # they wait in a checkpoint for their update
-    held = ConversationsInFlight(3, 2, talked.replace(versions=np.zeros_like(talked.tokens)))
+    held = RolloutInFlight(3, 2, talked.replace(versions=np.zeros_like(talked.tokens)))
     again = in_flight_from(held.as_arrays())
     np.testing.assert_array_equal(again.rollout.routes, talked.routes)
     with pytest.raises(ValueError, match="`routes` is float32"):

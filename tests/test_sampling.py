@@ -138,7 +138,7 @@ def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind):
     scores = some_scores(kind)
     scores[:, 0] = np.where(np.isfinite(scores[:, 0]), scores[:, 0], 0.0)  # one token can be drawn
     for cut in CUTS[-1:] if kind == "a vocabulary" else CUTS:
-        got = np.isfinite(jax.jit(partial(sampling.apply_cutoffs, **cut))(scores))
+        got = np.isfinite(jax.jit(partial(sampling._apply_cutoffs, **cut))(scores))
         expected, doubtful = map(np.array, zip(*(kept_in_float64(row, **cut) for row in scores)))
         assert doubtful.sum() <= 0.01 * expected.sum(), "too much is left open"
         np.testing.assert_array_equal(got | doubtful, expected | doubtful, err_msg=str(cut))

@@ -44,7 +44,7 @@ def connected(address: str) -> socket.socket:
 
 
 def test_a_client_that_does_not_send_its_body_is_given_up(tokenizer, monkeypatch):
-    monkeypatch.setattr(face, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(face, "_BODY_SECONDS", 0.3)
     with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
         body = asking(1)
         with connected(address) as slow:

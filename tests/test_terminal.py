@@ -11,9 +11,10 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 from tunix_lite.rollout.requests import Request
-from tunix_lite.runs.sampling_progress import SamplingClock
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tracking.console import Console, lines_of_sample
 
 
@@ -121,19 +122,20 @@ def test_quiet_prints_hints_and_results_only(tmp_path):
 # ---- how far a program is, and how long it still takes
 
 
-def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no_part_of_it():
-    now, compiled = [0.0], [0.0]
-    clock = SamplingClock(8, lambda: compiled[0], lambda: now[0])
+def test_the_time_left_is_by_the_completions_that_have_ended():
+    now = [0.0]
+    progress = SamplingProgress(
+        SimpleNamespace(note=lambda text: None, show=lambda text: None), [4, 4], elapsed=lambda: now[0]
+    )
+    assert progress.text(3.0) == "compiling the sampler and reading prompts, for 8 completions, 3 s"
     requests = [Request(i, i, 0, 64, num_new=16) for i in range(4)]
     now[0] = 4.0
-    clock.take(requests)
-    assert clock.tokens_per_second() == 4 * 16 / 4.0 and clock.seconds_left() is None
-    now[0], compiled[0] = 36.0, 30.0
+    progress.on_chunk(requests, {})
+    assert progress.text(9.0) == "sampled 0 of 8 completions, 16 tokens/s"
+    now[0] = 6.0
     requests[0].reason = requests[1].reason = "eos"
-    clock.take(requests)
-    assert clock.tokens_per_second() == 8 * 16 / 6.0 and clock.seconds_left() == 6.0 * 6 / 2
-    now[0] = 38.0
-    assert clock.seconds_left() == 16.0, "two seconds have gone by since"
+    progress.on_chunk(requests, {})
+    assert progress.text(40.0) == "sampled 2 of 8 completions, 21 tokens/s, 18 s left"
 
 
 SCRIPT = """

@@ -21,7 +21,6 @@ from conftest import random_params, set_mesh
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands.program import _refuse_run_on_text
-from tunix_lite.distributed import agreement
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -453,9 +452,3 @@ def test_epochs_in_place_of_steps_are_named_in_words():
     ours, theirs = {"training": {"last_batch": "drop"}}, {"training": {}}
     with pytest.raises(ValueError, match=r"training.epochs: epochs are counted here, updates there\."):
         check_same_run(ours, theirs, "run", force=False)
-
-
-def test_processes_can_compare_the_code_of_a_task_of_text(tmp_path):
-    # its source holds the settings that hold the source
-    run = compose(["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'jsonl')}"])
-    assert agreement.user_code_digests(run) == {}

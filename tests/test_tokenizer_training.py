@@ -89,7 +89,7 @@ def test_a_model_trains_with_the_tokenizer_of_its_task(tmp_path, monkeypatch, ca
     assert code == 2 and f"out: {folder} has a tokenizer; overwrite=true replaces it" in err
     model = ["model=random", "model.target_params=150K", f"model.tokenizer={folder}", "model.chat_template=chatml"]
     more = ["training.max_steps=1", "training.prompts_per_step=2", "evaluation.num_examples=0", "algorithm=sft"]
-    more += ["generation.max_prompt_length=40", "tracking.report=false", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
+    more += ["generation.max_prompt_length=40", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
     run = tmp_path / "run"
     train(compose([*words[:2], *model, *more]), run)
     kept = json.loads((run / "model.json").read_text())["model"]

@@ -86,7 +86,7 @@ def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, t
     assert name == "samples/step_000003.jsonl" and [json.loads(line) for line in text.splitlines()] == ROWS
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_package_that_is_not_there_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setattr(plugs.importlib.util, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=rf"{name} is not installed: pip install -e '.\[{name}\]'"):
@@ -156,11 +156,3 @@ def test_real_wandb_writes_below_the_run_without_a_network(tmp_path):
     while b"train/loss" not in file.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.2)  # a process of its own writes it
     assert b"train/loss" in file.read_bytes()
-
-
-@pytest.mark.parity
-def test_real_trackio_has_what_it_was_given(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    real("trackio")
-    use(plug("trackio")(tracked(tmp_path)))
-    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -28,6 +28,8 @@ from tunix_lite.commands import train as train_command
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.learner.optim import learning_rates
 from tunix_lite.models import attention, decoder, source
+from tunix_lite.report.comparison import result_lines
+from tunix_lite.report.evidence import read_evidence
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Job
@@ -105,10 +107,10 @@ def test_a_run_leaves_what_it_promises(finished):
     assert status["eval"]["last"]["accuracy"] == lines(folder)[-1]["eval/accuracy"]
     (events,) = folder.glob("events.out.tfevents.*")
     assert b"train/loss" in events.read_bytes()
-    report = (folder / "report.html").read_text()
-    assert ">completed</span>" in report
-    accuracies = [f"{100 * status['eval'][which]['accuracy']:.1f} %" for which in ("first", "last")]
-    assert " → ".join(accuracies) in report
+    word, accuracy, *_ = result_lines(read_evidence(folder))
+    assert word == "completed" and accuracy.startswith("accuracy ")
+    for which in ("first", "last"):
+        assert f"{100 * status['eval'][which]['accuracy']:.1f} % (" in accuracy
     samples = [json.loads(line) for line in (folder / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 16
     assert set(samples[0]) == SAMPLE_KEYS
@@ -141,8 +143,7 @@ def test_without_an_evaluation_a_run_learns_the_same_to_the_bit(finished, tmp_pa
 def test_the_same_seed_gives_the_same_file(finished, tmp_path):
     """To the bit, also where samples of each evaluation are drawn beside."""
     folder, state = finished
-    other = train(compose([*SHORT, "evaluation.num_samples=4", "tracking.report=false"]), tmp_path)
-    assert (folder / "report.html").exists() and not list(tmp_path.glob("report.*")), "it was turned off"
+    other = train(compose([*SHORT, "evaluation.num_samples=4"]), tmp_path)
     jax.tree.map(np.testing.assert_array_equal, other, state)
     assert learned(tmp_path) == learned(folder)
     greedy, sampled = ([row for row in lines(f) if "eval/accuracy" in row] for f in (folder, tmp_path))
@@ -351,8 +352,8 @@ def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with
         train(replace(run, algorithm=bad, training=replace(run.training, max_steps=4)), tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     assert f"failed after step 4; checkpoint 4 is in {tmp_path}" in (tmp_path / "train.log").read_text()
-    report = (tmp_path / "report.html").read_text()
-    assert ">failed</span>" in report and "3 updates in a row were not finite" in report
+    (failed, *_) = result_lines(read_evidence(tmp_path))
+    assert failed.startswith("failed: ") and "3 updates in a row were not finite" in failed
 
     last = train(replace(run, resume=replace(run.resume, force=True)), tmp_path)
     rows = lines(tmp_path)
@@ -419,7 +420,7 @@ def test_a_run_that_is_asked_to_stop_in_a_rollout_goes_on_as_if_nothing_had_been
     assert int(stopped.step) == 1 and sum(chunks) == 2, "no chunk after the signal"
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["stopped"], status["steps"]) == ("stopped", "SIGTERM", 1)
-    assert "It was stopped by SIGTERM after 1 step" in (tmp_path / "report.html").read_text()
+    assert result_lines(read_evidence(tmp_path))[0].startswith("stopped: by SIGTERM after 1 step, ")
     assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
     log = (tmp_path / "train.log").read_text()
     assert f"hydra.run.dir={tmp_path} goes on" in log

@@ -23,7 +23,6 @@ RUN = [
         "optimizer.schedule=linear",
         "optimizer.warmup_steps=0",
         "task.held_out_every=3",
-        "tracking.report=false",
     ),
 ]
 

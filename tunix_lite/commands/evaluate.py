@@ -19,7 +19,7 @@ from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
-from tunix_lite.distributed.agreement import process_info, user_code_digests
+from tunix_lite.distributed.agreement import digests_of_code, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (
     agree,
@@ -220,7 +220,7 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
         if len(hosts()) > 1:
             seen[name] = source.weights_digest(model)
             seen["data"] = task.digest(examples, ("held_out",))
-            seen |= user_code_digests(run)
+            seen["code"] = str(digests_of_code(plain(run)))
     return seen
 
 

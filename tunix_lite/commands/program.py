@@ -44,11 +44,10 @@ from tunix_lite.settings.compose import (
     key_of,
     lacks_a_reference,
     runs_of_sweep,
-    setting_names,
     sweep_folder,
 )
 from tunix_lite.settings.config import RunConfig, build
-from tunix_lite.settings.flags import HYDRA, OF_COMMANDS, flags_first, refuse_foreign
+from tunix_lite.settings.hints import HYDRA, OF_COMMANDS, flags_first
 from tunix_lite.tracking.disk import ANYWHERE, DiskError
 from tunix_lite.tracking.rundir import RunDir
 
@@ -80,9 +79,8 @@ def main(
     checked: list[tuple[dict, RunConfig]] = []
 
     def check_all() -> None:
-        refuse_foreign(argv, setting_names((), argv), HYDRA)
         with error_context(""):
-            sys.argv[1:] = flags_first(on_this_machine(argv))
+            sys.argv[1:] = on_this_machine(flags_first(argv, HYDRA))
         with error_context(folder_key(argv)):
             as_path(folder_given(sys.argv[1:]) or ".")
         with error_context(""):
@@ -159,9 +157,8 @@ def run_command(
     for: one without `=`, or a folder that is there; is_list: all such words. takes_run: False for
     `action(settings)`."""
     keep_freed_memory()
-    foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.
-    _or_exit(lambda: refuse_foreign(sys.argv[1:], foreign, OF_COMMANDS))
+    _or_exit(lambda: flags_first(sys.argv[1:], OF_COMMANDS))
     parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])

@@ -12,7 +12,7 @@ from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.imports import looking_in_working_folder
 from tunix_lite.basics.plain_text import visible
 from tunix_lite.commands import program
-from tunix_lite.distributed.agreement import process_info, user_code_digests
+from tunix_lite.distributed.agreement import digests_of_code, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.command_line import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.folder_lock import bring_for_all, lock_folder_for_all
@@ -86,7 +86,8 @@ def check(run: RunConfig, folder: Path) -> None:
                 # files and code that the settings name: all hosts must have the same
                 first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
                 examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-                seen = user_code_digests(run) | {
+                seen = {
+                    "code": str(digests_of_code(plain(run))),
                     "weights": weights_digest(parts.model),
                     "data or tokenizer": parts.task.digest(examples),
                 }

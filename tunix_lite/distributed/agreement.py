@@ -1,31 +1,29 @@
 """What each process of a run reports about itself, and which processes differ: other packages,
 code, devices or compiler variables make other programs, whose collectives hang."""
 
-import contextlib
+import ast
 import dataclasses
 import hashlib
-import inspect
 import os
 import platform
 import re
 import socket
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from tunix_lite.distributed.allgather import allgather_values
 
-PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 # Most differences, or names of processes, in a message.
-SHOWN = 5
+_SHOWN = 5
 
 # Variables that hold several flags each; the flags are compared one by one.
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Variables of jax that may differ between processes: the id of the process, its devices (which
 # `accelerator` and `check_devices` compare), its caches, logging and dumps. All others may change
 # compiled programs.
@@ -65,7 +63,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     """This process: packages, code, kind of devices, compiler variables and `settings`. folder: of
     the run."""
     # Plugins are compared only between the machines that have them.
-    versions = {name: installed_version(name) for name in (*PACKAGES, *PLUGINS)}
+    versions = {name: installed_version(name) for name in (*_PACKAGES, *_PLUGINS)}
     values = {f"package {name}": version for name, version in versions.items() if version}
 
     # Versions do not change between two commits of a checkout, so the code itself counts.
@@ -74,7 +72,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
-    values["accelerator"] = accelerator()
+    values["accelerator"] = _accelerator()
     values |= _compiler_variables(os.environ)
     values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
@@ -97,49 +95,27 @@ def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
     return {name: Path(value).name if is_path else str(value)}
 
 
-def user_code_digests(settings: object) -> dict[str, str]:
-    """Digests of the files of the user's own functions and classes in settings, by `code of
-    SETTING`."""
-    own_package = __name__.partition(".")[0]
-    digests = {}
-    for where, named in _named(settings, ""):
-        # `process_info` compares the code of the package.
-        if (named.__module__ or "").partition(".")[0] == own_package:
-            continue
-        # What is written in C, or in a notebook, has no file.
-        with contextlib.suppress(OSError, TypeError):
-            file = inspect.getsourcefile(inspect.unwrap(named))
-            if file:
-                digests[f"code of {where}"] = _digest(Path(file).read_bytes())
-    return digests
-
-
-def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
-    """All functions and classes in built settings, as (dotted name of the setting, object)."""
-    inside = {}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield name, type(value)
-        # what is made of settings may hold them: a source of text does
-        inside = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-    elif isinstance(value, partial):
-        yield name, value.func
-        inside = value.keywords
-    elif isinstance(value, dict):
-        inside = value
-    elif isinstance(value, list | tuple):
-        inside = dict(enumerate(value))
-    # an object of the user's: its class is code that all hosts must share
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        yield (
-            name,
-            value if callable(value) and hasattr(value, "__qualname__") else type(value),
-        )
-    for part, item in inside.items():
-        yield from _named(item, f"{name}.{part}" if name else str(part))
+def digests_of_code(settings: object) -> dict[str, str]:
+    """Returns digests, by module, of the user's own code that plain settings name by dotted path,
+    rewards above all. Comments and blank lines do not count."""
+    if isinstance(settings, dict | list | tuple):
+        values = settings.values() if isinstance(settings, dict) else settings
+        digests: dict[str, str] = {}
+        for value in values:
+            digests |= digests_of_code(value)
+        return digests
+    if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
+        return {}
+    name = settings.rpartition(".")[0]
+    # a class in a class: the module is what was imported
+    while name and name not in sys.modules:
+        name = name.rpartition(".")[0]
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    is_ours = name.partition(".")[0] == "tunix_lite"
+    # what is installed has a version
+    if is_ours or file.suffix != ".py" or "site-packages" in file.parts:
+        return {}
+    return {name: _digest(ast.dump(ast.parse(file.read_bytes())).encode())}
 
 
 def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -149,7 +125,7 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
             variables[f"{_VARIABLE}{name}"] = value
-    for name in FLAGS:
+    for name in _FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
             if not _OWN_FLAGS.match(flag):
@@ -158,7 +134,7 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return _flatten_settings(variables)
 
 
-def accelerator() -> str:
+def _accelerator() -> str:
     """The devices that jax would use here: "CPU", "NVIDIA GPU" or "TPU"."""
     # Read from /dev, because asking jax would start its backend.
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -172,7 +148,7 @@ def accelerator() -> str:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def installed_version(package: str) -> str | None:
@@ -202,15 +178,15 @@ def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str 
                 f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
                 f"the others {usual}"
             )
-    if len(differences) > SHOWN:
-        differences = [*differences[:SHOWN], f"and {len(differences) - SHOWN} more"]
+    if len(differences) > _SHOWN:
+        differences = [*differences[:_SHOWN], f"and {len(differences) - _SHOWN} more"]
     return "; ".join(differences) or None
 
 
 def enumerate_names(names: list[str]) -> str:
-    """A list of names as text, at most SHOWN of them: `process 1, process 2 and 7 more`."""
-    if len(names) > SHOWN:
-        names = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    """A list of names as text, at most _SHOWN of them: `process 1, process 2 and 7 more`."""
+    if len(names) > _SHOWN:
+        names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN + 1} more"]
     return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
 
 

@@ -21,7 +21,7 @@ from tunix_lite.distributed.bucket_folder import bring_run, hold_bucket, writes_
 # Errors of a file system that has no locks: there, nothing keeps a second run out.
 _CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds between two attempts to take the lock.
-POLL = 0.2
+_POLL = 0.2
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
                     f"{folder} is in use by {other}, and was for {timeout:g} s: end that run, or "
                     "give this one another hydra.run.dir"
                 )
-            time.sleep(POLL)
+            time.sleep(_POLL)
 
         # Write our name on disk: other hosts compare it.
         file.truncate(0)
@@ -109,7 +109,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             # On a network disk it may take some seconds.
             deadline = time.monotonic() + 10
             while lock_owner(folder) != owner and time.monotonic() < deadline:
-                time.sleep(POLL)
+                time.sleep(_POLL)
             error = None if lock_owner(folder) == owner else error
         join.agree({}, error)
         yield

@@ -111,7 +111,7 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
     )
     parser.add_argument(
-        "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
+        "--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1"
     )
     what = (
         "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
@@ -133,16 +133,6 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
             "dashes, after the program"
         )
     return known.nprocs, program
-
-
-def _count(text: str) -> int:
-    """--nprocs as a number. Raises ArgumentTypeError, for torchrun's `auto` and `gpu`, too."""
-    if not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"{text}: it is a number; one process uses all devices that it sees, so the default "
-            "of 1 is enough on a machine"
-        )
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -252,7 +242,7 @@ def _supervise(
                 logs.mkdir(parents=True, exist_ok=True)
                 for environment in environments():
                     own = environment | {STARTED: started, RESTARTS: str(restarts)}
-                    process = Process(command, own, len(attempt.processes), logs, beats)
+                    process = _Process(command, own, len(attempt.processes), logs, beats)
                     attempt.processes.append(process)
                 failure = attempt.watch()
             finally:
@@ -290,7 +280,7 @@ class _Attempt:
 
     def __init__(self, signals: list[int], beats: Path):
         """signals: those that the launcher has received. beats: the folder of heartbeat files."""
-        self.processes: list[Process] = []
+        self.processes: list[_Process] = []
         self._signals = signals
         self._beats = beats
 
@@ -344,11 +334,11 @@ class _Attempt:
         for process in self.processes:
             process.kill()
 
-    def _running(self) -> list["Process"]:
+    def _running(self) -> list["_Process"]:
         """Those that still run, after a look at all."""
         return [process for process in self.processes if process.look() is None]
 
-    def _failed(self) -> list["Process"]:
+    def _failed(self) -> list["_Process"]:
         """Those that had failed at the last look."""
         return [process for process in self.processes if process.returncode]
 
@@ -416,7 +406,7 @@ class _Attempt:
         return _Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
 
 
-def _blamed(failed: list["Process"]) -> _Failure | None:
+def _blamed(failed: list["_Process"]) -> _Failure | None:
     """The failure of the process that probably failed first; None if none has failed."""
     if not failed:
         return None
@@ -444,7 +434,7 @@ def _blamed(failed: list["Process"]) -> _Failure | None:
 # ---- one process
 
 
-class Process(subprocess.Popen):
+class _Process(subprocess.Popen):
     """A process of the run: started, read, and asked whether it is alive."""
 
     def __init__(

@@ -23,7 +23,7 @@ from tunix_lite.distributed.agreement import (
 from tunix_lite.distributed.process_place import ProcessPlace
 
 # Bytes of a message, at most.
-LONGEST = 1 << 22
+_LONGEST = 1 << 22
 # The key that marks a message as one of ours; its value is the process id.
 _HELLO = "tunix_lite"
 # Seconds of waiting before the first line about it, and between two lines.
@@ -34,7 +34,7 @@ _MESSAGE_SECONDS = 5
 # Seconds between two looks at what the connections have sent.
 _ACCEPT_SECONDS = 0.05
 # (process id, number of processes, what the process is)
-Report = tuple[int, int, ProcessInfo]
+_Report = tuple[int, int, ProcessInfo]
 # What a message of a stranger raises when it is read. ValueError: it is no JSON, or no text.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -119,7 +119,7 @@ def _call_roll(
     # the newest connection of each process, and all that wait for an answer
     newest: dict[int, socket.socket] = {}
     connections: list[socket.socket] = []
-    heard: queue.SimpleQueue[tuple[socket.socket, Report | None]] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[tuple[socket.socket, _Report | None]] = queue.SimpleQueue()
     has_noted_stranger = False
     error = absent = None
     while len(came) < count and error is None and absent is None:
@@ -187,7 +187,7 @@ def _call_roll(
 
 
 def _hear(
-    connection: socket.socket, heard: "queue.SimpleQueue[tuple[socket.socket, Report | None]]"
+    connection: socket.socket, heard: "queue.SimpleQueue[tuple[socket.socket, _Report | None]]"
 ) -> None:
     """Reads the report of a connection, of which only types are checked; None: of a stranger, who
     is hung up on."""
@@ -196,7 +196,7 @@ def _hear(
         connection.settimeout(_MESSAGE_SECONDS)
         with connection.makefile("rb") as lines:
             # A stranger may send without end.
-            message = json.loads(lines.readline(LONGEST))
+            message = json.loads(lines.readline(_LONGEST))
         process = message[_HELLO]
         count = message["num_processes"]
         about = ProcessInfo(**message["about"])
@@ -253,7 +253,7 @@ def _report(
                 # Process 0 says who is missing, so it has a little longer; then it is gone itself.
                 connection.settimeout(max(0.0, waiting.left) + 10)
                 with connection.makefile("rb") as lines:
-                    answer = json.loads(lines.readline(LONGEST))
+                    answer = json.loads(lines.readline(_LONGEST))
             # Inside of `try`, as another program may have answered.
             agreed = Agreement(answer["hosts"], answer["folder"])
             error = answer["error"]

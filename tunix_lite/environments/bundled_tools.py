@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunix_lite.workers.sandbox import STOPPED, run_job
 
-OPERATORS = {
+_OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -21,7 +21,7 @@ OPERATORS = {
     ast.USub: operator.neg,
 }
 # characters of an expression, and bits of a number in it
-LONGEST = 500
+_LONGEST = 500
 _MOST_BITS = 4096
 
 
@@ -31,8 +31,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: The expression, such as 12 * (3 + 4).
     """
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has more than {LONGEST} characters")
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression has more than {_LONGEST} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError) as error:
@@ -48,7 +48,7 @@ def _value(node: ast.AST) -> int | float:
     # The type itself, as True is an int to isinstance.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _checked(node.value)
-    kind = OPERATORS.get(type(getattr(node, "op", None)))
+    kind = _OPERATORS.get(type(getattr(node, "op", None)))
     if isinstance(node, ast.UnaryOp) and kind is not None:
         return kind(_value(node.operand))
     if isinstance(node, ast.BinOp) and kind is not None:

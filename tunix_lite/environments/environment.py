@@ -18,7 +18,7 @@ from tunix_lite.workers.child import KEPT, short_repr
 
 # Roles of messages in an environment's answer. A message of the assistant continues the model's
 # own text.
-ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
+_ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
 # keys of a message beside its role and content
 _MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 # characters of a name in info, which becomes the name of a metric; longer names are cut
@@ -158,14 +158,14 @@ def _read_observation(value: object, where: str) -> str | list[dict]:
     for message in messages:
         is_message = (
             isinstance(message, Mapping)
-            and message.get("role") in ROLES
+            and message.get("role") in _ROLES
             and {"content"} <= set(message) <= set(_MESSAGE_KEYS)
             and all(isinstance(item, str) for item in message.values())
         )
         if not is_message:
             raise NotATurn(
                 f"returned {short_repr(message)} as a message from {where}; it has a role "
-                f"({', '.join(ROLES)}) and a content, which is text"
+                f"({', '.join(_ROLES)}) and a content, which is text"
             )
         _checked_text(message["content"], where)
     return [{key: str(item) for key, item in message.items()} for message in messages]

@@ -25,7 +25,7 @@ from tunix_lite.workers.pool import Pool, RewardsConfig
 
 # times that one call is made again because its process was lost by other conversations
 _MOST_REPLAYS = 100
-NAME = "environment"
+_NAME = "environment"
 
 
 class Reply(NamedTuple):
@@ -43,9 +43,9 @@ class _NotATurn(NotANumber):
     kind = "not_a_turn"
 
 
-class Conversations:
+class _Conversations:
     """The conversations of a process: what a worker calls.
-    Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is None if conversation 3
+    Example: _Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is None if conversation 3
     is not in this process, or not at this turn."""
 
     def __init__(self, make: EnvironmentSource):
@@ -55,7 +55,7 @@ class Conversations:
 
     def __reduce__(self) -> tuple:
         # A worker gets the source of environments, and no conversation of this process.
-        return Conversations, (self.make,)
+        return _Conversations, (self.make,)
 
     def __call__(self, completion: str, call: dict) -> dict | None:
         began = time.perf_counter()
@@ -108,7 +108,7 @@ class EnvironmentPool:
         own = RewardsConfig("drop", settings.timeout, min(settings.workers, 1))
         # One worker for each pool, so that all calls of a conversation reach one process.
         self._pools = [
-            Pool({NAME: Conversations(make)}, own, group="conversation")
+            Pool({_NAME: _Conversations(make)}, own, group="conversation")
             for _ in range(max(1, settings.workers))
         ]
         self._numbers = itertools.count()
@@ -176,7 +176,7 @@ class _Call:
         """Handles an answer, in the thread that feeds the worker."""
         conversation = self.conversation
         try:
-            kind, answer = called.result()[NAME]
+            kind, answer = called.result()[_NAME]
             turn = None
             if not kind and answer is not None:
                 turn = Turn(**answer["turn"])

@@ -30,7 +30,7 @@ _BARE_KEY = re.compile(r"([{,]\s*)([^\s{}\[\]:,\"]+)(?=\s*:)")
 _BARE_NONE = re.compile(r"([:,\[]\s*)None\b")
 ARGUMENTS = ("arguments", "parameters", "args")
 # characters of a completion that are read as code, so that no nesting is too deep for the parser
-LONGEST = 16 * 1024
+_LONGEST = 16 * 1024
 # a line that only works something out: 12 + 3 = 15
 _EXPRESSION = re.compile(r"[\d\s.()+*/-]*\d\s*[-+*/][\d\s.()+*/-]*")
 
@@ -68,7 +68,7 @@ def calls_in(completion: str) -> list[ToolCall]:
 def expression_in(completion: str) -> list[ToolCall]:
     """The last line of a completion as a call of `calculator`, if it is an expression, such as
     "12 + 3 =" or "12 + 3 = 16". For models that know no other form."""
-    lines = [line.strip() for line in completion[-LONGEST:].splitlines() if line.strip()]
+    lines = [line.strip() for line in completion[-_LONGEST:].splitlines() if line.strip()]
     expression = lines[-1].partition("=")[0].strip() if lines else ""
     if len(expression) > 200 or not _EXPRESSION.fullmatch(expression):
         return []
@@ -83,7 +83,7 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return [ToolCall("", problem=problem)] if is_call else []
 
     text = text.strip()
-    if len(text) > LONGEST or text[:1] not in ("{", "["):
+    if len(text) > _LONGEST or text[:1] not in ("{", "["):
         return mistake(f"a call is JSON of a name and arguments; this is {short_repr(text)}")
     values = []
     try:
@@ -125,7 +125,7 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
 def _of_gemma4(text: str) -> ToolCall:
     """A call as Gemma 4 writes it: JSON with bare keys, and texts that nothing is escaped in."""
     call = _GEMMA4_CALL.fullmatch(text.strip())
-    if call is None or len(text) > LONGEST:
+    if call is None or len(text) > _LONGEST:
         problem = f"a call is call:name{{argument:value}}; this is {short_repr(text)}"
         return ToolCall("", problem=problem)
     name, arguments = call.groups()
@@ -141,7 +141,7 @@ def _of_python(text: str) -> list[ToolCall]:
     print()."""
     try:
         # The parser raises MemoryError where operators are nested deeply.
-        statements = ast.parse(text.strip()[:LONGEST]).body
+        statements = ast.parse(text.strip()[:_LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
     values = [getattr(statement, "value", None) for statement in statements]

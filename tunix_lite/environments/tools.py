@@ -14,9 +14,9 @@ from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
 from tunix_lite.workers.child import short_repr
 
-ROLES = ("tool", "user", "assistant")
+_ROLES = ("tool", "user", "assistant")
 NO_CALLS_LEFT = "There are no calls left. Give your answer."
-PLAIN: dict[type, str] = {
+_PLAIN: dict[type, str] = {
     str: "string",
     int: "integer",
     float: "number",
@@ -24,7 +24,7 @@ PLAIN: dict[type, str] = {
     list: "array",
     dict: "object",
 }
-NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # `name: what it is`, as docstrings have it under `Args:`
 _ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
 
@@ -59,7 +59,7 @@ class ToolEnvironment:
         for name in ("max_calls", "max_result"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.role not in ROLES:
+        if self.role not in _ROLES:
             raise ValueError(f"role={self.role!r}; it is tool, user or assistant")
         if "{result}" not in self.result:
             raise ValueError(
@@ -144,7 +144,7 @@ def schema_of(tool: Callable[..., object]) -> dict:
     name = getattr(plain, "name", None) or getattr(plain, "__name__", None)
     if name is None:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(plain).__name__).lower()
-    if not NAMES.fullmatch(str(name)):
+    if not _NAMES.fullmatch(str(name)):
         raise ValueError(
             f"a tool is called {name!r}; give it a name of letters, digits and _, as `def` does"
         )
@@ -194,10 +194,10 @@ def _schema_of_type(hint: object, where: str) -> dict:
     """JSON schema of a type."""
     origin = get_origin(hint)
     inner = get_args(hint)
-    if hint in PLAIN:
-        return {"type": PLAIN[hint]}
+    if hint in _PLAIN:
+        return {"type": _PLAIN[hint]}
     if origin is Literal and all(type(value) in (str, int, bool) for value in inner):
-        kinds = {PLAIN[type(value)] for value in inner}
+        kinds = {_PLAIN[type(value)] for value in inner}
         kind = {"type": kinds.pop()} if len(kinds) == 1 else {}
         return kind | {"enum": list(inner)}
     # `X | None` alone: a template has no word for other unions

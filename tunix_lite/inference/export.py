@@ -22,7 +22,6 @@ from tunix_lite.models import attention, decoder, families, gguf_out, hf, peft, 
 from tunix_lite.models.families import config_json
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import MODEL_TYPES, small_object
-from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.source import download
@@ -32,7 +31,7 @@ from tunix_lite.tracking.progress import BytesProgress, StandardError
 KINDS = ("full", "merged", "adapter", "gguf", "gguf_adapter")
 # those that write adapters without their base
 _ADAPTERS = ("adapter", "gguf_adapter")
-DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
 _PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
@@ -81,9 +80,9 @@ def check_export(
             f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
             f"{right}"
         )
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(
-            f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, or null for that of the original"
+            f"dtype={dtype!r}; it is one of {', '.join(_DTYPES)}, or null for that of the original"
         )
     for name, value in (("dtype", dtype), ("type", gguf_type)):
         if value is not None and kind in _ADAPTERS:
@@ -164,7 +163,7 @@ def export(
     if source.lora is None and model.params["embed"].dtype == jnp.bfloat16:
         written = {(gguf_type or _GGUF_TYPE).upper()}
         if kind == "full":
-            written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
+            written = {_DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
             raise ConfigError(
                 "the model was loaded rounded to bfloat16; load it with dtype fp32 to export it"
@@ -246,7 +245,7 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
         # a reward model may have begun with a folder that has no such head
         new = dict.fromkeys(hf.SCORES, "F32")
         return new | hf.stored_dtypes(download(source).folder, source.family)
-    return dict.fromkeys(hf.hf_weights(source.cfg, source.family), DTYPES[dtype or "bf16"])
+    return dict.fromkeys(hf.hf_weights(source.cfg, source.family), _DTYPES[dtype or "bf16"])
 
 
 def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
@@ -397,14 +396,14 @@ def _base_name(model: LanguageModel) -> str:
 def _describe(
     model: LanguageModel, folder: Path, out: Path, kind: str, difference: float
 ) -> str:
-    """Writes the model card and _PROVENANCE. Returns the command that serves the model."""
+    """Writes _PROVENANCE. Returns the command that serves the model."""
     # the run's folder below `outputs`: project, date and time, without the path of a machine
     run = None
     if model.run is not None:
         parts = model.run.resolve().parts
         begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
         run = "/".join(parts[begin:])
-    # A damaged file is no reason to stop: its content is for the model card alone.
+    # A damaged file is no reason to stop: nothing depends on its content.
     try:
         evaluated = read_object(model.run / "status.json")["eval"]
         accuracy = {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
@@ -444,34 +443,5 @@ def _describe(
             f"max_length: {min(1024, model.cfg.max_positions)}}}'"
         )
 
-    # The model card.
-    what, library = {
-        "full": ("All weights", "transformers"),
-        "merged": ("Adapters merged into their base", "transformers"),
-        "adapter": ("LoRA adapters", "peft"),
-        "gguf": ("All weights, with adapters merged if there were any,", "gguf"),
-        "gguf_adapter": ("LoRA adapters for llama.cpp", "gguf"),
-    }[kind]
-    # The front matter, which the hub reads; a base that is a folder means nothing there.
-    lines = ["---", f"library_name: {library}"]
-    if is_hub_name(base):
-        lines += [f"base_model: {base.partition('@')[0]}"]
-    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {out.name}", ""]
-
-    # What it is, where it comes from, how good it is, and how to serve it.
-    trained = "trained with" if run else "exported, without training, by"
-    lines += [f"{what} of a model {trained} tunix_lite {__version__}.", ""]
-    lines += [f"- base: `{base}`"]
-    if run:
-        lines += [f"- run: `{run}`, step {model.step}"]
-    if about["lora"]:
-        settings = ", ".join(f"{key} {value}" for key, value in about["lora"].items())
-        lines += [f"- LoRA: {settings}"]
-    lines += [
-        f"- accuracy on held-out prompts, {when} evaluation: {share:.1%}"
-        for when, share in accuracy.items()
-    ]
-    lines += ["", "```", served.replace(str(out), out.name), "```", ""]
-    (folder / "README.md").write_text("\n".join(lines))
     (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served

@@ -34,7 +34,7 @@ from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.tracking.rundir import RunDir
 
 # Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
-WIDTH = 64
+_WIDTH = 64
 # Tokens that are sampled between two pieces of a text that streams.
 _STEPS_PER_LOOK = 4
 
@@ -198,11 +198,11 @@ class LanguageModel:
                 f"generation.max_prompt_length={most_tokens}, and dropped"
             )
 
-        # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
+        # Lengths: prompts are padded to a multiple of _WIDTH, completions fill what is left.
         longest = max(map(len, tokens.values()))
         # One token more, as at least one has to be sampled.
         self._check_length(longest + 1)
-        width = -(-longest // WIDTH) * WIDTH
+        width = -(-longest // _WIDTH) * _WIDTH
         # By the longest prompt, not by the width: padding has no positions.
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
@@ -265,7 +265,7 @@ class LanguageModel:
         self._check_length(max(map(len, whole), default=0))
 
         # One sequence at a time, all padded to one width, so that one program is compiled.
-        width = -(-max(map(len, whole), default=1) // WIDTH) * WIDTH
+        width = -(-max(map(len, whole), default=1) // _WIDTH) * _WIDTH
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
@@ -389,7 +389,7 @@ def open_model(
     frozen = None
     with jax.set_mesh(mesh):
         if run is None:
-            with error_context("model.weights"), loading(located.name) as on_bytes:
+            with error_context("model.weights"), _loading(located.name) as on_bytes:
                 if located.lora is None:
                     params = source.load_base(located, seed, dtype, on_bytes)
                 else:
@@ -398,16 +398,16 @@ def open_model(
             trained = source.weight_tables(located)[1]
             checkpoints = Checkpoints(RunDir(run).checkpoints)
             newest = "its newest checkpoint" if step is None else f"step {step}"
-            with error_context("checkpoint"), loading(f"{newest} of {run}"):
+            with error_context("checkpoint"), _loading(f"{newest} of {run}"):
                 step, params = checkpoints.restore_params(weights.shapes(trained), step)
             if located.lora is not None:
-                with error_context("model.weights"), loading(located.name) as on_bytes:
+                with error_context("model.weights"), _loading(located.name) as on_bytes:
                     frozen = source.load_base(located, seed, located.lora.base, on_bytes)
         acting = acting_params(frozen, params, located.lora)
     return LanguageModel(located, acting, mesh, DTYPES[dtype], run, step)
 
 
-def loading(what: str) -> BytesProgress:
+def _loading(what: str) -> BytesProgress:
     """Says to standard error what is loaded, once it takes longer than a second."""
     return BytesProgress(StandardError(), "loading", what)
 

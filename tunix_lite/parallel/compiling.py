@@ -153,12 +153,6 @@ def stopwatch() -> Callable[[], float]:
     return lambda: time.perf_counter() - began - (_compiling.seconds - before)
 
 
-def compile_seconds() -> float:
-    """Returns how long this thread has waited for the compiler since this module first listened."""
-    _listen()
-    return _compiling.seconds
-
-
 @contextlib.contextmanager
 def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
     """Inside, the watcher is called when the compiler begins and ends. Yields () -> seconds of

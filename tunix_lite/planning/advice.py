@@ -62,7 +62,7 @@ class _Trial:
 
 
 # (trial) -> the same with one setting changed, a little first and then further.
-Change = Callable[[_Trial], Iterator[_Trial]]
+_Change = Callable[[_Trial], Iterator[_Trial]]
 
 
 def advice(
@@ -158,7 +158,7 @@ def _changed_to(
     section: str,
     where: Callable[[_Trial], bool] = lambda trial: True,
     **settings: str | bool,
-) -> Change:
+) -> _Change:
     """These settings of a section, unless it has them already. where: the trials it is for."""
 
     def change(trial: _Trial) -> Iterator[_Trial]:
@@ -190,7 +190,7 @@ def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
             yield trial.with_settings("training", micro_batch_tokens=longest)
         return
     sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
-    now = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else sizes[0]
+    now = settings.micro_batch_size or sizes[0]
     for size in sizes:
         if size < now:
             # both settings are advised, or an old number of steps would contradict the size

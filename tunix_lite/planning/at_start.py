@@ -1,5 +1,4 @@
-"""At the start of a run: as large a micro-batch as fits, and how much of each device's memory the
-run will take."""
+"""At the start of a run: how much of each device's memory it will take."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,57 +18,13 @@ from tunix_lite.planning.hardware import GiB, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,
-    assemble_plan,
     compile_plan,
-    largest_micro_batch,
 )
-from tunix_lite.planning.programs import compiled
 from tunix_lite.settings.resolved_parts import (
-    abstract,
     batch_shapes,
     scored_batch_shapes,
-    train_step_of,
 )
-from tunix_lite.settings.resolved_run import ResolvedRun, micro_batches_to_try
-
-
-def choose_micro_batch(
-    resolved: ResolvedRun, say: Callable[[str], None]
-) -> tuple[ResolvedRun, TrainStep]:
-    """The run with the largest micro-batch whose update, compiled, fits the attached devices; and
-    that update, ready to train. Raises ConfigError if not even one sequence fits, or how much
-    memory there is is not known."""
-    machine = attached_machine()
-    if machine.capacity is None:
-        raise ConfigError(
-            "training.micro_batch_size=auto: how much memory this device has is not known; give a "
-            "number"
-        )
-    updates = {}
-
-    def peak_bytes(size: int) -> int:
-        sized = resolved.with_micro_batch(size)
-        chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
-        sized = replace(sized, sampling_weights=chosen)
-        # kept: the one that fits is what the run trains with, compiled already
-        updates[size] = train_step_of(sized)
-        shapes = abstract(sized)
-        arguments = (shapes.state, shapes.frozen, batch_shapes(sized))
-        compile_it = partial(updates[size].compile, *arguments)
-        update = compiled("update", compile_it, sized.mesh_shape, machine.platform == "tpu")
-        peak = assemble_plan(machine, sized, {"update": update}).peak_bytes
-        room = f"{machine.capacity / GiB:.2f} a device"
-        say(f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {room}")
-        return peak
-
-    sizes = micro_batches_to_try(resolved.run, resolved.fsdp)
-    try:
-        size = largest_micro_batch(sizes, peak_bytes, machine.capacity)
-    except ValueError as error:
-        raise ConfigError(
-            f"training.micro_batch_size=auto: {error}; `tunix-lite plan` says what would fit"
-        ) from error
-    return resolved.with_micro_batch(size), updates[size]
+from tunix_lite.settings.resolved_run import ResolvedRun
 
 
 def training_programs(

@@ -16,7 +16,6 @@ import numpy as np
 from tunix_lite.basics.types import Batch, Metrics
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.weights import Weight
 from tunix_lite.planning.hardware import Hardware
 
 
@@ -28,13 +27,11 @@ def _matmul_params(cfg: Architecture) -> int:
     total = cfg.embed_dim * cfg.num_layers * cfg.per_layer_dim
     for kind, count in Counter(cfg.kinds_of_weights).items():
         declared = decoder.layer_weights(cfg, kind).values()
-        total += count * sum(math.prod(w.shape) * active(cfg, w) for w in declared if w.inputs)
+        for w in declared:
+            # of the weights of E experts a token is multiplied with k / E
+            share = cfg.experts.per_token / cfg.experts.count if "experts" in w.axes else 1
+            total += count * math.prod(w.shape) * share * bool(w.inputs)
     return round(total)
-
-
-def active(cfg: Architecture, weight: Weight) -> float:
-    """The share of a weight that a token is multiplied with: k / E of the weights of experts."""
-    return cfg.experts.per_token / cfg.experts.count if "experts" in weight.axes else 1
 
 
 def _head_params(cfg: Architecture) -> int:

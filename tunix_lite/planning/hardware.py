@@ -79,7 +79,7 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8
 # v5p: the largest job is 6144 chips
 _LARGE_CUBES = (*_CUBES, "16x16x16", "16x16x24")
 # chips of a host, where not 2x2x1
-HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
+_HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
 
 # GPU memory is what CUDA calls the total (PyTorch: "total capacity"), the lowest seen; nvidia-smi
 # shows half a GiB more (81559 MiB on an H100), which the driver keeps. NVLink 4 is 900 GB/s and
@@ -249,7 +249,7 @@ device_description_str: "{hardware.kinds[0]}"
             )
         topology = {
             "topology_name": f"{hardware.name}:{shapes[count]}",
-            "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
+            "chips_per_host_bounds": _HOSTS.get(shapes[count], [2, 2, 1]),
             "chip_config_name": hardware.chip.config,
         }
     from jax.experimental import topologies

@@ -38,17 +38,17 @@ from tunix_lite.parallel.hlo import (
 from tunix_lite.planning.hardware import LAUNCH_SECONDS, Hardware
 
 # Instructions that start nothing on a device.
-FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
-FREE |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
+_FREE |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "domain"}
 # Calls that only mark something for the compiler.
 _MARKS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
 _MARKS |= {"ConcatBitcast", "SliceBitcast", "Sharding"}
 # Moved beside the kernels, by engines of their own.
 _PREFETCHES = {"copy-start", "slice-start", "dynamic-slice-start"}
 # What passes each element on, perhaps elsewhere.
-MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-tuple-element"}
+_MOVES = {"copy", "transpose", "bitcast", "reshape", "parameter", "tuple", "get-tuple-element"}
 _SLICES = {"slice", "dynamic-slice", "gather", "slice-start", "dynamic-slice-start"}
-UPDATES = {"dynamic-update-slice", "scatter"}
+_UPDATES = {"dynamic-update-slice", "scatter"}
 _TO_HOST = {"infeed", "outfeed", "send", "recv"}
 _EXPECTED_TURNS = re.compile(r".*expected_turns_([\d.]+)/while")
 _EXPECTED_WORK = re.compile(r"expected_flops_([\d.]+)_read_([\d.]+)")
@@ -131,7 +131,7 @@ class _Walk:
     ) -> list[Kernel]:
         # Control flow: loops count as often as they turn, of branches the one that moves most.
         callees = called(i)
-        if i.op in FREE or i.op.endswith(("-done", "-update")):
+        if i.op in _FREE or i.op.endswith(("-done", "-update")):
             return []
         if i.op == "while":
             # Where the turns are known, nobody asks the condition.
@@ -171,7 +171,7 @@ class _Walk:
         elif i.op in _PREFETCHES:
             kind = "prefetch"
         elif i.op in ("copy", "transpose") or (
-            inner and {x.op for x in inner.instructions.values()} <= MOVES
+            inner and {x.op for x in inner.instructions.values()} <= _MOVES
         ):
             kind = "copy"
         read = self.read_bytes(i, computation, inner)
@@ -232,7 +232,7 @@ class _Walk:
         total = 0
         for (result, of), type_ in zip(results, types):
             size = bytes_of(type_)
-            if result.op in UPDATES:
+            if result.op in _UPDATES:
                 # scatter(buffers, indices, updates), as many updates as buffers
                 new_values = result.operands[1 if result.op != "scatter" else -1]
                 if update := of.instructions.get(new_values):
@@ -279,7 +279,7 @@ class _Walk:
             # The type of a -start instruction is (operands, result, ...).
             result = tuple_types(i.type)[1] if i.op.endswith("-start") else i.type
             return min(1.0, _elements(result) / max(1, _elements(operand.type)))
-        if number == 0 and i.op in UPDATES:
+        if number == 0 and i.op in _UPDATES:
             return 0.0
         inner = self.inner(i)
         return self.shares_by_number(inner)[number] if inner else 1.0

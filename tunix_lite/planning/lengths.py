@@ -8,7 +8,7 @@ import numpy as np
 # The scale r of an exponential, cut off at 1, whose mean is half of that: r (1 - exp(-1 / r)).
 _SCALE = 0.6275004874579876
 # Drawn the same for every mesh and setting, so that plans can be compared.
-SEED = 0
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Lengths:
         self, prompts: int, generations: int, longest: tuple[int, int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """(tokens of each prompt [P], tokens of each completion [P, G])."""
-        rng = np.random.default_rng(SEED)
+        rng = np.random.default_rng(_SEED)
         most_prompt, most_new = longest
         shape = (prompts, generations)
         if self.mean_prompt is None:
-            prompt_lengths = assumed(rng, (prompts,), most_prompt)
+            prompt_lengths = _assumed(rng, (prompts,), most_prompt)
         else:
             # A recorded mean is that of prompts which hardly differ.
             fixed = min(most_prompt, max(1, round(self.mean_prompt)))
@@ -39,7 +39,7 @@ class Lengths:
         if self.completions:
             drawn = rng.choice(np.asarray(self.completions), shape)
             return prompt_lengths, np.minimum(drawn, most_new)
-        return prompt_lengths, assumed(rng, shape, most_new)
+        return prompt_lengths, _assumed(rng, shape, most_new)
 
     def __str__(self) -> str:
         if self.completions:
@@ -51,7 +51,7 @@ class Lengths:
         return "assumed lengths: prompts 50%, completions 50% of the longest on average"
 
 
-def assumed(rng: np.random.Generator, shape: tuple[int, ...], longest: int) -> np.ndarray:
+def _assumed(rng: np.random.Generator, shape: tuple[int, ...], longest: int) -> np.ndarray:
     """Lengths from 1 to `longest` whose mean is half of it."""
     drawn = np.ceil(rng.exponential(_SCALE * longest, shape))
     return np.clip(drawn, 1, longest).astype(int)

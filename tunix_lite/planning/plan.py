@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import jax
-
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.forecast import Forecast
-from tunix_lite.planning.hardware import GiB, Machine
+from tunix_lite.planning.hardware import Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.settings.config import RunConfig
@@ -22,7 +20,6 @@ from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
 from tunix_lite.settings.resolved_run import (
     ResolvedRun,
     check_can_be_lowered,
-    micro_batches_to_try,
     resolve_run,
 )
 
@@ -36,7 +33,7 @@ _STEPS_OF_EPOCHS = 1_000
 # programs whose memory is that of the rollout
 _SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
-PROGRAMS = "programs"
+_PROGRAMS = "programs"
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Plan:
     @property
     def resume_bytes(self) -> int:
         """The peak of resuming: the state is read where it stays, before any program."""
-        return sum(size for part, size in self.resident.items() if part != PROGRAMS)
+        return sum(size for part, size in self.resident.items() if part != _PROGRAMS)
 
     @property
     def fullest(self) -> Phase:
@@ -125,7 +122,7 @@ def assemble_plan(
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     code = code if done else MemoryEstimate(resolved).code()
-    with_code = resident | ({PROGRAMS: code} if code else {})
+    with_code = resident | ({_PROGRAMS: code} if code else {})
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
@@ -218,9 +215,8 @@ def with_choices(
     lora: LoraConfig | None,
     mesh_shape: dict[str, int],
 ) -> ResolvedRun:
-    """The run on a mesh of this machine, with the choices that it would make itself: the
-    micro-batch, and where sampling keeps the weights. Raises ConfigError if the mesh does not
-    divide model or batch."""
+    """The run on a mesh of this machine, with the choice that it would make itself, where sampling
+    keeps the weights. Raises ConfigError if the mesh does not divide model or batch."""
     if run.training.epochs is not None:
         # nobody has counted the rows
         planned = replace(
@@ -230,18 +226,8 @@ def with_choices(
     resolved = with_packing(
         run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     )
-    sizes = [None]
-    if run.training.micro_batch_size == "auto":
-        sizes = micro_batches_to_try(run, mesh_shape["fsdp"])
-    # The largest micro-batch that fits by formulas, or the smallest there is.
-    for size in sizes:
-        sized = resolved if size is None else resolved.with_micro_batch(size)
-        chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
-        sized = replace(sized, sampling_weights=chosen)
-        # sizes descend, so the first that fits is the largest
-        if size is None or assemble_plan(machine, sized, {}).fits is not False:
-            break
-    return sized
+    chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
+    return replace(resolved, sampling_weights=chosen)
 
 
 def estimated(
@@ -300,28 +286,3 @@ def meshes(num_devices: int) -> list[dict[str, int]]:
         for tp in range(1, num_devices + 1)
         if num_devices % tp == 0
     ]
-
-
-def largest_micro_batch(
-    candidates: Sequence[int], compile_one: Callable[[int], int], limit_bytes: int
-) -> int:
-    """The first of the candidates, which descend, whose peak fits into limit_bytes. compile_one(n)
-    -> peak bytes; where the compiler itself refuses, it raises. Raises ValueError, with the
-    numbers, if none fits."""
-    tried = []
-    for size in candidates:
-        try:
-            peak = compile_one(size)
-        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
-            # anything else is no matter of size, and the next one would fail, too
-            if not isinstance(error, DoesNotFit) and "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            tried.append(f"{size}: refused by the compiler")
-            continue
-        if peak <= limit_bytes:
-            return size
-        tried.append(f"{size}: {peak / GiB:.2f} GiB")
-    raise ValueError(
-        f"no micro-batch fits into {limit_bytes / GiB:.2f} GiB "
-        f"({', '.join(tried) or 'none was tried'})"
-    )

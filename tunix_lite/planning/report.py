@@ -13,9 +13,9 @@ from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
 
 # of plan.json
-VERSION = 1
+_VERSION = 1
 # meshes on one screen
-SHOWN = 12
+_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
     ]
     if len(plans.plans) > 1:
         rows = [("mesh", "peak GiB", "fits", "predicted s", "memory is")]
-        for one in plans.plans[:SHOWN]:
+        for one in plans.plans[:_SHOWN]:
             fits = {True: "yes", False: "no", None: "?"}[one.fits]
             predicted = _three_digits(one.forecast.step_seconds) if one.forecast else "-"
             mesh = _sizes(one.resolved.mesh_shape)
@@ -70,7 +70,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
         lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
         lines += [
-            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]
+            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:_SHOWN]
         ]
         lines += [*_more(plans.refused), ""]
 
@@ -81,7 +81,19 @@ def short_form(plan: Plan | Plans) -> list[str]:
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
         rows.append((phase.name, *sizes, source(phase)))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
-    lines += [f"{best.machine.name}: {verdict(best)}"]
+    peak = f"{gib(best.peak_bytes)} GiB ({best.fullest.name}, {source(best)})"
+    capacity = best.machine.capacity
+    if best.fits is None:
+        verdict = f"peak {peak}; how much there is, nobody knows"
+    elif not best.fits:
+        verdict = f"does not fit: peak {peak} of {gib(capacity)}"
+    else:
+        verdict = f"fits: peak {peak} of {gib(capacity)}, {best.peak_bytes / capacity:.0%}"
+    if best.is_near_the_limit:
+        verdict += (
+            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
+        )
+    lines += [f"{best.machine.name}: {verdict}"]
     if (step := best.forecast) is not None:
         parts = "1 micro-batch" if step.parts == 1 else f"{step.parts} micro-batches"
         phases = ", ".join(f"{name} {_three_digits(s)}" for name, s in step.seconds.items())
@@ -101,28 +113,12 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 
 def _more(meshes: tuple) -> list[str]:
-    return [f"  and {len(meshes) - SHOWN} more in plan.json"] if len(meshes) > SHOWN else []
+    return [f"  and {len(meshes) - _SHOWN} more in plan.json"] if len(meshes) > _SHOWN else []
 
 
 def source(of: Plan | Phase) -> str:
     """Where its bytes come from, in words."""
     return f"an {ESTIMATE}" if of.source == ESTIMATE else of.source
-
-
-def verdict(plan: Plan) -> str:
-    """Whether it fits, and by how much."""
-    peak = f"{gib(plan.peak_bytes)} GiB ({plan.fullest.name}, {source(plan)})"
-    capacity = plan.machine.capacity
-    if plan.fits is None:
-        return f"peak {peak}; how much there is, nobody knows"
-    if not plan.fits:
-        return f"does not fit: peak {peak} of {gib(capacity)}"
-    margin = ""
-    if plan.is_near_the_limit:
-        margin = (
-            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
-        )
-    return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
 
 
 def gib(size: float) -> str:
@@ -191,7 +187,7 @@ def as_dict(plan: Plan | Plans) -> dict:
             described["forecast"] = dataclasses.asdict(one.forecast) | derived
         plan_dicts.append(described)
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "target": machine.name,
         "hardware": machine.hardware and machine.hardware.name,
         "devices": machine.num_devices,

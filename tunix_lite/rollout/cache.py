@@ -23,9 +23,7 @@ MIN_COLUMNS = 256
 @flax.struct.dataclass
 class KV:
     """The keys and values of one layer; with scales, int8 codes of them.
-
-    Example: 4 slots, 2 key heads of size 8 and 256 columns: k and v are [4, 2, 256, 8].
-    """
+    Example: 4 slots, 2 key heads of size 8 and 256 columns: k and v are [4, 2, 256, 8]."""
 
     # [B, K, C, H]
     k: jax.Array

@@ -49,9 +49,7 @@ class Partner(Protocol):
 @dataclass
 class _Talk:
     """A conversation under way, from the host's side.
-
-    Example: `_Talk(request)`, not begun yet; later its `slot` is 0.
-    """
+    Example: `_Talk(request)`, not begun yet; later its `slot` is 0."""
 
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
@@ -74,7 +72,6 @@ class _Talk:
 @dataclass
 class _Patience:
     """Decides how long to wait for answers before a chunk is decoded.
-
     Example: after a chunk of 10 ms, with 3 of 4 slots waiting, Patience().seconds(3, 4) is 0.00375.
     """
 
@@ -102,9 +99,7 @@ class _Patience:
 
 class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
-
-    Example: 16 conversations in 4 slots.
-    """
+    Example: 16 conversations in 4 slots."""
 
     def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
         self.engine = engine

@@ -38,28 +38,26 @@ from tunix_lite.rollout.settings import GenerationConfig
 # On a CPU a few hundred do, and small blocks have less padding: with 4,096, 16 questions of GSM8K
 # filled 1,159 of 3,072 places (docs/log.md, 27 November 2026).
 TOKENS_PER_PREFILL = 4096
-TOKENS_PER_PREFILL_ON_CPU = 512
+_TOKENS_PER_PREFILL_ON_CPU = 512
 # Prompts are read for so many chunks to come: two are under way, and a third is being started.
-CHUNKS_AHEAD = 3
+_CHUNKS_AHEAD = 3
 # Tokens. Prompts below this length are not sorted by length.
 MIN_PROMPT_WIDTH = 64
 # Requests. A queue has at least this length.
-MIN_QUEUE = 64
+_MIN_QUEUE = 64
 # The widths that appended tokens are padded to. Longer ones are read in pieces of the last of them.
 APPEND_WIDTHS = (16, 64, 256)
 # Slots that one call of `append` reads, where the mesh does not divide the slots: these, or all.
 FEW_SLOTS = 8
 
 # By slot, tokens to append, and the count of sampled tokens at which the slot is cut after them.
-Appended = dict[int, tuple[list[int], int]]
+_Appended = dict[int, tuple[list[int], int]]
 
 
 class Engine:
     """Decodes requests in slots.
-
     Example: engine = Engine(programs, weights, num_slots=4, queue=64, blocks=((2,), 3));
-    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk()).
-    """
+    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk())."""
 
     def __init__(
         self,
@@ -104,8 +102,12 @@ class Engine:
         self.num_taken = 0
         self.is_free = np.ones(num_slots, bool)
         self.stopped = np.full(num_slots, -1, np.int32)
-        # The next requests, as `Queue` holds them. Few lengths, so that few programs are compiled.
-        self.queue = empty_queue(next_power_of_two(queue, MIN_QUEUE), spec.per_request)
+        # The next requests. Few lengths, so that few programs are compiled.
+        count = next_power_of_two(queue, _MIN_QUEUE)
+        zeros = np.zeros((5, count), np.int32)
+        key_data = np.zeros((count, 2), np.uint32)
+        draws = no_draws(count) if spec.per_request else None
+        self.queue = Queue(zeros[0], key_data, *zeros[1:], draws)
 
         # Chunks that were started and not read yet.
         self.in_flight: deque[DecodedChunk] = deque()
@@ -266,7 +268,7 @@ class Engine:
     # ---- slots
 
     def append(
-        self, new: Appended, known: dict[int, np.ndarray] | None = None
+        self, new: _Appended, known: dict[int, np.ndarray] | None = None
     ) -> dict[int, list[RoutePiece]]:
         """Reads tokens into slots, which decode on from there. known: the routes of tokens that
         were read before, by slot. Returns those of all tokens; {}: none are recorded."""
@@ -326,15 +328,12 @@ class Engine:
         """Starts a chunk of decoding in the slots as they are."""
         spec = self.programs.spec
         has_cutoffs = spec.cuts_off(self.temperature)
-        has_top = False
-        # Both are static arguments: where no request needs them, the program without them is
-        # faster.
+        # A static argument: where no request cuts tokens off, the program without it is faster.
         if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
-            has_top = any(draw.top_logprobs for draw in draws)
         self.slots, chunk = self.programs.decode(
-            self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
+            self.slots, self.per_layer_params, self.temperature, has_cutoffs
         )
         # The copy follows the chunk at once, so that `read_chunk` need not ask for it.
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
@@ -433,10 +432,6 @@ class Engine:
         self.tokens_sampled += count
         if decoded.routes is not None:
             request.routes.append((decoded.routes, np.s_[:count, slot]))
-        most = request.draw.top_logprobs if request.draw is not None else 0
-        if most and decoded.top is not None:
-            logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)
-            request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
         return end
 
     def metrics(self) -> Metrics:
@@ -452,16 +447,8 @@ class Engine:
         }
 
 
-def empty_queue(count: int, has_draws: bool) -> Queue:
-    """Makes room for so many requests."""
-    zeros = np.zeros((5, count), np.int32)
-    draws = no_draws(count) if has_draws else None
-    key_data = np.zeros((count, 2), np.uint32)
-    return Queue(zeros[0], key_data, *zeros[1:], draws)
-
-
 def append_calls(
-    new: Appended, num_slots: int, fsdp: int | None = None
+    new: _Appended, num_slots: int, fsdp: int | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """(rows [R], tokens [R, W], counts [R], limits [R]) of the calls of `append` that read these
     tokens. A row of num_slots is no slot; only the last piece of a slot has its limit. fsdp: None:
@@ -512,15 +499,15 @@ def prompt_cache_blocks(
     on_cpu: bool,
 ) -> tuple[int, int]:
     """(prompts of a block, blocks in the prompt cache) of a rollout. A block is read at once."""
-    # It holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, if completions
+    # It holds the prompts of requests that may start within _CHUNKS_AHEAD chunks, if completions
     # have a quarter of their longest length. Real lengths do not count: all steps run one program.
     widths = prompt_widths(generation.max_prompt_length)
     tokens = TOKENS_PER_PREFILL
     if on_cpu:
-        tokens = min(tokens, TOKENS_PER_PREFILL_ON_CPU)
+        tokens = min(tokens, _TOKENS_PER_PREFILL_ON_CPU)
     per_prefill = max(1, tokens // widths[0])
     block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
-    starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / generation.max_new_tokens)
+    starting = num_slots * min(1, 4 * _CHUNKS_AHEAD * chunk / generation.max_new_tokens)
     # No rollout can have more blocks than these.
     most = -(-num_prompts // block) + len(widths) - 1
     wanted = math.ceil(starting / (num_generations * block))

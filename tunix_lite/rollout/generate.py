@@ -60,9 +60,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 @dataclass(frozen=True)
 class Sampling:
     """A function that samples, and one that compiles its programs.
-
-    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4).
-    """
+    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4)."""
 
     sample: Callable
     # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
@@ -79,7 +77,6 @@ _preparing = threading.Lock()
 @dataclass(frozen=True)
 class CompletionSampler:
     """Samples completions of prompts. It holds the compiled programs.
-
     Example: for requests in make_sampler(cfg, GenerationConfig(), (1,), 0)(params, prompts, key).
     """
 
@@ -256,9 +253,7 @@ def make_generate(
     between_chunks() after each chunk. With stepwise it is a generator that stops after each chunk.
     With a partner each row is a conversation, and max_new_tokens bounds all that comes after a
     prompt.
-
-    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
-    """
+    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`."""
     sample = make_sampler(
         cfg, generation, eos_ids, pad_id, dtype, rollout, tokenizer, tp_reduce_dtype
     )

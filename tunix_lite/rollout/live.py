@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -16,10 +16,10 @@ from tunix_lite.rollout.programs import Programs
 from tunix_lite.rollout.requests import DrawSettings, Request, StopCriteria
 
 # Prompts that one prefill reads, at most. A single one is read alone.
-PROMPTS_PER_PREFILL = 8
+_PROMPTS_PER_PREFILL = 8
 # Seconds that an idle thread sleeps, at most, until it looks whether it should end.
-IDLE_SECONDS = 0.5
-NOT_FINITE = "the model's scores are not finite: its weights are damaged or too large"
+_IDLE_SECONDS = 0.5
+_NOT_FINITE = "the model's scores are not finite: its weights are damaged or too large"
 
 
 class TooManyRequests(Exception):
@@ -33,15 +33,11 @@ class EngineFailed(Exception):
 @dataclass
 class NewTokens:
     """Tokens that one chunk added to a sequence.
-
-    Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos").
-    """
+    Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos")."""
 
     tokens: list[int]
     logprobs: list[float]  # log-probabilities under the distribution that was drawn from
     full_logprobs: list[float]  # log-probabilities under softmax(logits / temperature)
-    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos, stop or length, once the sequence has ended; error with a message
     reason: str | None = None
     message: str = ""
@@ -49,9 +45,7 @@ class NewTokens:
 
 class LiveSequence(Request):
     """A completion under way, of a server.
-
-    Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print).
-    """
+    Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print)."""
 
     def __init__(
         self,
@@ -71,9 +65,7 @@ class LiveSequence(Request):
 
 class LiveEngine:
     """Decodes sequences in slots while others come and go.
-
-    Example: LiveEngine(programs, params, mesh, num_slots=16).submit([sequence]).
-    """
+    Example: LiveEngine(programs, params, mesh, num_slots=16).submit([sequence])."""
 
     def __init__(
         self,
@@ -87,7 +79,7 @@ class LiveEngine:
         """programs: of a spec with per_request. max_waiting: sequences that may wait for a slot."""
         fsdp = mesh.shape["fsdp"]
         # Prompts that fsdp does not divide would all be read by every device.
-        block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
+        block = -(-_PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
         blocks = ((fsdp, block), 1)
         self.engine = Engine(
@@ -168,7 +160,7 @@ class LiveEngine:
         with self._lock:
             while not self._is_idle and self._thread.is_alive():
                 # With a limit, as a thread that has died notifies nobody.
-                self._lock.wait(IDLE_SECONDS)
+                self._lock.wait(_IDLE_SECONDS)
 
     def set_params(self, per_layer_params: Params | None) -> None:
         """Samples with other weights from now on; None frees them. Raises ValueError while
@@ -227,7 +219,7 @@ class LiveEngine:
                     return True
                 self._is_idle = True
                 self._lock.notify_all()
-                self._lock.wait(IDLE_SECONDS)
+                self._lock.wait(_IDLE_SECONDS)
 
     def _step(self) -> None:
         """One chunk: sequences come and go, the next chunk starts, and the one before is read."""
@@ -262,7 +254,7 @@ class LiveEngine:
         while len(engine.in_flight) > count:
             for one in engine.absorb(engine.read_chunk()):
                 new = slice(len(one.tokens) - one.num_new, None)
-                message = NOT_FINITE if one.reason == "error" else ""
+                message = _NOT_FINITE if one.reason == "error" else ""
                 if one.reason is not None:
                     self._sequences.remove(one)
                 if not one.is_cancelled:
@@ -270,7 +262,6 @@ class LiveEngine:
                         one.tokens[new],
                         one.logprobs[new],
                         one.full_logprobs[new],
-                        one.top[new],
                         one.reason,
                         message,
                     )

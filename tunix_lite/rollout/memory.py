@@ -29,13 +29,12 @@ from tunix_lite.rollout.engine import prompt_cache_blocks
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
-USABLE = 0.9
+_USABLE = 0.9
 
 
 @dataclass(frozen=True)
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
-
     Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
     """
 
@@ -95,7 +94,7 @@ class SamplingMemory:
         return total
 
 
-def memory_here(
+def _memory_here(
     cfg: Architecture,
     dtype: DTypeLike,
     generation: GenerationConfig,
@@ -131,7 +130,7 @@ def choose_weights(
 ) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
     ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
-    memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
+    memory = _memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
     return weights_that_fit(
         memory,
         lambda: gathered_bytes(params, cfg, dtype),
@@ -155,13 +154,13 @@ def weights_that_fit(
     cache = memory.cache_bytes()
     prompts = memory.prompt_bytes()
     free = free_bytes()
-    fits = weights + cache + prompts <= USABLE * free
+    fits = weights + cache + prompts <= _USABLE * free
     choice = "gathered" if fits else "sharded"
     sizes = (
         f"{weights / 1e6:,.0f} MB of weights, {cache / 1e6:,.0f} MB of cache and "
         f"{prompts / 1e6:,.0f} MB of prompts {'fit' if fits else 'do not fit'}"
     )
-    room = f"{USABLE:.0%} of {free / 1e6:,.0f} MB free"
+    room = f"{_USABLE:.0%} of {free / 1e6:,.0f} MB free"
     return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from tunix_lite.basics.types import FINISH, Metrics, Params, Prompts, Rollout
+from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
 from tunix_lite.rollout.engine import padded_width, prompt_widths
 from tunix_lite.rollout.generate import CompletionSampler, compile_append
 from tunix_lite.rollout.requests import (
@@ -21,7 +21,7 @@ from tunix_lite.rollout.requests import (
 from tunix_lite.rollout.settings import GenerationConfig
 
 # The metrics of a rollout that had enough before it began.
-NOTHING_SAMPLED: Metrics = {
+_NOTHING_SAMPLED: Metrics = {
     "rollout/prefill_tokens": 0,
     "rollout/decode_steps": 0,
     "rollout/slot_use": 0.0,
@@ -35,9 +35,7 @@ NOTHING_SAMPLED: Metrics = {
 @dataclass(frozen=True)
 class OpenCompletion:
     """A completion before an update takes it: it waits for a slot, is under way, or has ended.
-
-    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot.
-    """
+    Example: OpenCompletion(step=3, prompt=0, generation=1) waits for a slot."""
 
     # the update, from 0, for which its prompt was drawn: its random key follows from it
     step: int
@@ -99,9 +97,7 @@ class OpenCompletion:
 @dataclass(frozen=True)
 class PartialSampler:
     """Continues completions until enough have ended.
-
-    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`.
-    """
+    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`."""
 
     sampler: CompletionSampler
 
@@ -132,7 +128,7 @@ class PartialSampler:
         """
         has_ended = np.array([one.reason is not None for one in completions])
         if is_enough(has_ended):
-            return list(completions), dict(NOTHING_SAMPLED)
+            return list(completions), dict(_NOTHING_SAMPLED)
         cfg = self.sampler.programs.spec.cfg
         tokenizer = self.sampler.criteria.tokenizer
         check_prompts(list(prompts.values()), cfg, self.generation, tokenizer)
@@ -224,34 +220,3 @@ def rollout_of(
         versions[row, arrays.width : arrays.width + len(one.tokens)] = one.versions
     rollout = arrays.rollout(prompts, len(completions) // len(prompts), metrics)
     return rollout.replace(versions=versions)
-
-
-def completions_of(
-    rollout: Rollout,
-    step: int,
-    version: int,
-    num_generations: int,
-) -> list[OpenCompletion]:
-    """The completions of a whole rollout, all drawn with one version of the weights."""
-    completions = []
-    for row, mask in enumerate(np.asarray(rollout.completion_mask)):
-        prompt, generation = divmod(row, num_generations)
-        routes = {}
-        if rollout.routes is not None:
-            is_prompt = rollout.token_mask[row] & ~mask
-            routes["prompt_routes"] = rollout.routes[row][is_prompt]
-            routes["routes"] = rollout.routes[row][mask]
-        completions.append(
-            OpenCompletion(
-                step,
-                prompt,
-                generation,
-                tokens=tuple(rollout.tokens[row][mask].tolist()),
-                logprobs=tuple(rollout.logprobs[row][mask].tolist()),
-                full_logprobs=tuple(rollout.full_logprobs[row][mask].tolist()),
-                versions=(version,) * int(mask.sum()),
-                reason=FINISH[rollout.finish[row]],
-                **routes,
-            )
-        )
-    return completions

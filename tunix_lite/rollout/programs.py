@@ -29,17 +29,13 @@ from tunix_lite.rollout.cache import KV
 from tunix_lite.rollout.settings import GenerationConfig
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
-NOISE_AT_ONCE = 2**22
-# The likeliest tokens that a chunk reports where one request asks for them.
-MOST_TOP = 20
+_NOISE_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
 class SamplerSpec:
     """Static settings of the sampling programs.
-
-    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), (1,), 0, jnp.float32, chunk=16)`.
-    """
+    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), (1,), 0, jnp.float32, chunk=16)`."""
 
     cfg: Architecture
     generation: GenerationConfig
@@ -51,7 +47,7 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32  # dtype of sums over tp, for decoder.forward
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    per_request: bool = False  # whether each request has RequestDraws of its own
+    per_request: bool = False  # whether each request has _RequestDraws of its own
     fused: bool = False  # whether kernels of our own decode (tunix_lite/kernels)
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
@@ -90,9 +86,7 @@ class SamplerSpec:
 @flax.struct.dataclass
 class PromptCache:
     """M prompts that have been read, which every fsdp shard holds in full.
-
-    Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
-    """
+    Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time."""
 
     cache: list[KV]  # keys and values of up to max_prompt_length columns, one entry per layer
     # [M, D] hidden state of the last token: a completion's first token is drawn from it
@@ -101,11 +95,9 @@ class PromptCache:
 
 
 @flax.struct.dataclass
-class RequestDraws:
+class _RequestDraws:
     """Sampling settings of each request, where a server's requests have settings of their own.
-
-    Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
-    """
+    Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.]."""
 
     temperature: jax.Array  # float32; 0 takes the likeliest token
     top_k: jax.Array  # int32; 0: all tokens
@@ -116,9 +108,7 @@ class RequestDraws:
 @flax.struct.dataclass
 class Queue:
     """The next requests, arrays of the host, [Q] each. Request number n stands at n % Q.
-
-    Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
-    """
+    Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...]."""
 
     rows: np.ndarray  # row of the prompt in the prompt cache
     # [Q, 2] data of the random key that the prompt's number and the generation are folded into
@@ -128,15 +118,13 @@ class Queue:
     num_drawn: np.ndarray  # tokens that were drawn before
     limits: np.ndarray  # tokens of the completion, at most; 0: it waits for `append`
     # None: all requests are drawn as SamplerSpec.generation says
-    draws: RequestDraws | None = None
+    draws: _RequestDraws | None = None
 
 
 @flax.struct.dataclass
 class Slots:
     """The B sequences that are being decoded. Every program donates its slots to the next one.
-
-    Example: make_slots(4) gives four with `requests` [-1, -1, -1, -1], none of them running.
-    """
+    Example: make_slots(4) gives four with `requests` [-1, -1, -1, -1], none of them running."""
 
     cache: list[KV]
     hidden: jax.Array  # [B, D] of the newest token
@@ -147,15 +135,13 @@ class Slots:
     limits: jax.Array  # [B] tokens of the completion, at most; 0: the slot waits for `append`
     running: jax.Array  # [B] bool
     num_taken: jax.Array  # [] requests taken so far
-    draws: RequestDraws | None = None  # [B]; None as in Queue
+    draws: _RequestDraws | None = None  # [B]; None as in Queue
 
 
 @flax.struct.dataclass
 class DecodedChunk:
     """Tokens that one call of decode drew, whole on every device.
-
-    Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]].
-    """
+    Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]]."""
 
     tokens: jax.Array  # [chunk, B]; -1: the slot was not running
     logprobs: jax.Array  # [chunk, B] under the distribution that was drawn from
@@ -163,9 +149,6 @@ class DecodedChunk:
     requests: jax.Array  # [B] number of the request
     running: jax.Array  # [B] bool, after the chunk
     num_taken: jax.Array  # [] requests taken so far
-    # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
-    # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
-    top: tuple[jax.Array, jax.Array] | None = None
     # [chunk, B, L * k] the experts that each token took; None: they are not recorded
     routes: jax.Array | None = None
 
@@ -173,9 +156,7 @@ class DecodedChunk:
 class Programs:
     """The programs of one `SamplerSpec`, under jit, for the platform of the current mesh. Slots and
     prompt caches are donated. `compiles` counts how many times each was compiled.
-
-    Example: Programs(spec).make_prompt_cache(8).
-    """
+    Example: Programs(spec).make_prompt_cache(8)."""
 
     def __init__(self, spec: SamplerSpec):
         self.spec = spec
@@ -189,7 +170,7 @@ class Programs:
         self.decode = self._jit(
             decode,
             compiler_options=options_of_mesh(FOR_DECODING),
-            static_argnums=(3, 4),
+            static_argnums=3,
             donate_argnums=0,
         )
         self.rewind = self._jit(rewind, donate_argnums=0)
@@ -241,7 +222,7 @@ def at_home(
     return others.replace(cache=jax.tree.map(place_kv, state.cache))
 
 
-def on_every_device(x: jax.Array) -> jax.Array:
+def _on_every_device(x: jax.Array) -> jax.Array:
     """The array, whole on every device."""
     return constrain(x, *["seq"] * x.ndim)
 
@@ -298,10 +279,10 @@ def resize_layer(spec: SamplerSpec, kv: KV, columns: int) -> KV:
     return kv_cache.resize_columns(kv, columns)
 
 
-def no_draws(count: int) -> RequestDraws:
+def no_draws(count: int) -> _RequestDraws:
     """Makes settings of so many requests that draw from the whole distribution."""
     zeros = np.zeros(count, np.float32)
-    return RequestDraws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
+    return _RequestDraws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
 
 
 # ---- prefill
@@ -368,7 +349,7 @@ def _reported_routes(spec: SamplerSpec, routed: Routed | None) -> jax.Array | No
     """The routes of tokens that were read, whole on every device; None: nothing is recorded."""
     if not spec.records_routes:
         return None
-    return on_every_device(recorded(routed.ids, spec.cfg))
+    return _on_every_device(recorded(routed.ids, spec.cfg))
 
 
 # ---- admit
@@ -429,12 +410,11 @@ def decode(
     per_layer_params: Params,
     temperature: jax.Array,
     has_cutoffs: bool = False,
-    has_top: bool = False,
 ) -> tuple[Slots, DecodedChunk]:
     """Draws one token in every slot and reads it, `spec.chunk` times.
 
     temperature: of all slots, unless spec.per_request. has_cutoffs: top_k, top_p and min_p cut
-    tokens off. has_top: the likeliest tokens are reported.
+    tokens off.
     """
     cutoffs = None
     if spec.per_request:
@@ -454,13 +434,13 @@ def decode(
         step_T1 = jnp.arange(spec.chunk)[:, None]
         positions_TB = slots.lengths + step_T1
         angles = rope.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
-        if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
+        if positions_TB.size * spec.cfg.vocab_size <= _NOISE_AT_ONCE:
             noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
             noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
             noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))
 
     def draw(slots: Slots, noise_BV: jax.Array | None) -> tuple:
-        """tokens, logprobs, full_logprobs, [B] each, and perhaps the likeliest tokens."""
+        """tokens, logprobs, full_logprobs, [B] each."""
         # `hidden` is that of the newest token, of the prompt or of the completion.
         if spec.fused:
             # One kernel, and no logits. Pallas is only imported where it is used.
@@ -479,7 +459,7 @@ def decode(
             return token_B, logprobs_B, logprobs_B
         logits_BV = decoder.logits(per_layer_params, spec.cfg, slots.hidden)
         logits_BV = constrain(logits_BV, "batch", "vocab")
-        drawn = sampling.draw(
+        return sampling.draw(
             logits_BV,
             slots.keys,
             slots.num_drawn,
@@ -487,11 +467,6 @@ def decode(
             cutoffs,
             noise_BV,
         )
-        if not has_top:
-            return drawn
-        full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
-        count = min(MOST_TOP, spec.cfg.vocab_size)
-        return (*drawn, jax.lax.top_k(full_BV, count))
 
     def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
         angles, noise_BV = ahead
@@ -509,10 +484,9 @@ def decode(
         requests=slots.requests,
         running=slots.running,
         num_taken=slots.num_taken,
-        top=drawn[4] if has_top else None,
     )
     # Each host reads all tokens, and decides from them by itself.
-    return slots, jax.tree.map(on_every_device, report)
+    return slots, jax.tree.map(_on_every_device, report)
 
 
 def read_drawn(

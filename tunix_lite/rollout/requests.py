@@ -17,9 +17,7 @@ from tunix_lite.rollout.settings import GenerationConfig
 @dataclass(frozen=True)
 class DrawSettings:
     """Settings that draw the tokens of one request of a server.
-
-    Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3).
-    """
+    Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3)."""
 
     # 0 takes the likeliest token
     temperature: float = 1.0
@@ -29,7 +27,6 @@ class DrawSettings:
     min_p: float = 0.0
     seed: int = 0
     generation: int = 0  # index among the completions of the same prompt and seed
-    top_logprobs: int = 0  # the likeliest tokens that are reported at each position
 
     @property
     def has_cutoffs(self) -> bool:
@@ -50,10 +47,8 @@ def joined(pieces: Sequence[RoutePiece]) -> np.ndarray:
 @dataclass(eq=False)
 class Request:
     """A completion that grows from chunk to chunk.
-
     Example: `Request(prompt=0, index=0, generation=1, limit=64)` is the second completion of prompt
-    0.
-    """
+    0."""
 
     prompt: int  # index of its prompt in the list of prompts
     index: int  # the number of its prompt, from which its random key follows
@@ -73,8 +68,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     # log-probability of each token under softmax(logits / temperature)
     full_logprobs: list[float] = field(default_factory=list)
-    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # the routes of its prompt, and of its tokens piece by piece; None, []: none are recorded
     prompt_routes: "RoutePiece | None" = None
     routes: "list[RoutePiece]" = field(default_factory=list)
@@ -93,9 +86,7 @@ class Request:
 @dataclass(frozen=True)
 class StopCriteria:
     """Tokens and texts that end a completion before its limit.
-
-    Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`.
-    """
+    Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`."""
 
     tokens: dict[int, str]  # "eos" or "stop", by the token that ends a completion
     texts: tuple[str, ...] = ()  # texts that end a completion and stay in it
@@ -114,10 +105,8 @@ class StopCriteria:
 class RolloutArrays:
     """The arrays of a `Rollout`, [B, T] each, while completions come in, from column
     max_prompt_length on.
-
     Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row [0,
-    0, 5, 6, 7, 1, 0].
-    """
+    0, 5, 6, 7, 1, 0]."""
 
     # the first column of completions
     width: int

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 # The keys of -inf and inf, see float_from_key.
-LOWEST_KEY = 0x007FFFFF
-HIGHEST_KEY = 0xFF800000
+_LOWEST_KEY = 0x007FFFFF
+_HIGHEST_KEY = 0xFF800000
 
 
 def row_keys(
@@ -47,7 +47,7 @@ def draw(
     left_BV = full_BV
     if cutoffs is not None:
         # Cutting off never removes the best token.
-        left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
+        left_BV = jnp.where(temperature > 0, _apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
     if noise_BV is None:
@@ -122,7 +122,7 @@ def _logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def apply_cutoffs(
+def _apply_cutoffs(
     logits_BV: jax.Array,
     top_k: int | jax.Array = 0,
     top_p: float | jax.Array = 1.0,
@@ -192,7 +192,7 @@ def _highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array
 def _float_from_key(key: jax.Array) -> jax.Array:
     """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf."""
     # Keys outside of these bounds are the bits of NaN.
-    key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))
+    key = jnp.clip(key, jnp.uint32(_LOWEST_KEY), jnp.uint32(_HIGHEST_KEY))
     # The upper half of the keys are floats without a sign bit; the lower half are negative ones,
     # of which the largest bits are the lowest floats.
     sign = jnp.uint32(1 << 31)

@@ -20,7 +20,7 @@ from tunix_lite.tasks.grading import FAILED
 from tunix_lite.tasks.task import Task
 
 # folded into the seed before the number of samples: a step of training folds in one number
-SAMPLES = 0xE7A1
+_SAMPLES = 0xE7A1
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def evaluate(
     if not num_samples:
         return Evaluated(metrics, greedy)
     k = num_samples
-    key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
+    key = jax.random.fold_in(jax.random.fold_in(key, _SAMPLES), k)
     sampled = graded(key, k, temperature)
     scores = _scores_of_samples(sampled, [k])
     metrics |= {

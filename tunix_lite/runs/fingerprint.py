@@ -2,10 +2,8 @@
 resumes only from a checkpoint of the same run. What never changes an answer is not in it: the mesh,
 micro-batches, remat, slots, and how often. Packing is, so that auto goes on as the run began."""
 
-import ast
 import hashlib
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +17,9 @@ import optax
 from tunix_lite import __version__
 from tunix_lite.basics.plain_text import escaped, shown, without_secrets
 from tunix_lite.basics.untrusted import read_object
+from tunix_lite.distributed.agreement import digests_of_code
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
-from tunix_lite.models.family import NO_SINKS, ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
@@ -29,32 +27,39 @@ from tunix_lite.tasks.sources import digest_of_data
 from tunix_lite.tasks.task import TaskConfig
 
 # a setting as YAML has it
-Plain = dict | list | tuple | str | int | float | None
+_Plain = dict | list | tuple | str | int | float | None
 # differences in a message
-SHOWN = 8
+_SHOWN = 8
 # what may differ, and the start says both values: versions, what held-out numbers are of, the end
 # of a decaying learning rate, the dropout of adapters
-SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
-# fields of the architecture that runs of before do not have, which are left out at these values
-LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
-LATER |= {
-    "output": "logits",
-    "experts": None,
-    "yarn": None,
-    "longrope": None,
-    "pre_norms": True,
-    "qk_norm_whole": False,
-} | NO_SINKS
-LATER_OF_YARN = {"truncate": True, "in_windows": False}
+_SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
+# Settings that change no number of a run: how, where and how often it computes and looks, when it
+# stops and what stays on the disk. max_steps counts with a schedule, last_batch with epochs, and
+# what a batch makes of the sizes is in `prompts_per_step`.
+_FREE = {
+    "training": "max_steps epochs last_batch prompts_per_step micro_batch_size packing "
+    "gradient_accumulation_steps micro_batch_tokens sync_gradients_every remat scan_layers "
+    "attention memory_check profile_communication log_interval_steps save_interval_steps "
+    "keep_checkpoints keep_best_checkpoints best_metric best_is early_stopping_patience "
+    "max_minutes grace_seconds max_skipped_in_a_row max_sampler_gap",
+    "evaluation": "interval_steps",
+    "rollout": "num_slots chunk weights kernels mesh_shape",
+    "rewards": "timeout workers",
+    "conversation": "timeout workers",
+    # the digests of `data` say which rows there are
+    "task": "held_out_every cache",
+}
 # characters of a value in it
-LONGEST = 400
+_LONGEST = 400
 # settings of a task that may name a data set of the hub, and the split where they name none
 HUB_SETTINGS = {"train": "train", "held_out": "test"}
 
 
-def _without(settings: dict, later: dict) -> dict:
-    """The settings without those of `later` that have its values."""
-    return {k: v for k, v in settings.items() if k not in later or v != later[k]}
+def _counting(run: RunConfig, group: str) -> dict:
+    """The settings of a group that change numbers."""
+    left_out = (*_FREE[group].split(), "_target_")
+    settings = plain(getattr(run, group))
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 def fingerprint(
@@ -70,44 +75,31 @@ def fingerprint(
     what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden."""
     template = model.tokenizer.template
 
-    # What every run has. Steps and rates that others do not depend on are left out.
     model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
     training = run.training
-    evaluation = plain(run.evaluation)
-    # how often a run looks changes nothing of what it learns
-    del evaluation["_target_"], evaluation["interval_steps"]
-    # the digests of `data` say which rows there are
-    left_out = ("held_out_every", "cache")
-    task = {name: value for name, value in plain(run.task).items() if name not in left_out}
+    task = {"_target_": plain(run.task)["_target_"], **_counting(run, "task")}
     # with the commits that were read
     task |= {k: pinned(task[k], at) for k, at in HUB_SETTINGS.items() if is_hub(task.get(k))}
-    for reward in task.get("rewards", {}).values():
-        if not reward["group"]:
-            del reward["group"]
-    architecture = _without(model_settings["architecture"], LATER)
-    if "yarn" in architecture:
-        architecture["yarn"] = _without(architecture["yarn"], LATER_OF_YARN)
     values = {
-        "model": {
-            "architecture": architecture,
-            "lora": model_settings["lora"],
-        },
+        "model": {name: model_settings[name] for name in ("architecture", "lora")},
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
         "chat_template": None if template is None else _digest(template.text),
+        "template": plain(run.model.template),
         "algorithm": plain(run.algorithm),
         "task": task,
         "data": digest_of_data(run.task.source),
         "generation": plain(run.generation),
-        "rollout": {"cache": run.rollout.cache},
-        "rewards": {"on_error": run.rewards.on_error},
+        "rollout": _counting(run, "rollout"),
+        "rewards": _counting(run, "rewards"),
         "optimizer": plain(run.optimizer),
-        "training": {
+        "training": _counting(run, "training")
+        | {
             "prompts_per_step": prompts,
-            "mixed_precision": training.mixed_precision,
             "packing": training.packing,
+            "last_batch": None if training.epochs is None else training.last_batch,
         },
-        "evaluation": evaluation,
+        "evaluation": _counting(run, "evaluation"),
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
@@ -116,44 +108,22 @@ def fingerprint(
         },
     }
 
-    # What only some runs have, where their numbers depend on it.
-    if run.model.template:
-        values["template"] = plain(run.model.template)
+    # What only some runs depend on.
     if frozen_models:
         digests = {name: source.weights_digest(one) for name, one in frozen_models.items()}
         values["frozen_weights"] = digests
-    if run.task.environment is None:
-        task.pop("environment", None)
-    else:
-        # time limits and processes of environments change no answer
-        left_out = ("_target_", "timeout", "workers")
-        conversation = plain(run.conversation)
-        values["conversation"] = {
-            name: value for name, value in conversation.items() if name not in left_out
-        }
+    if run.task.environment is not None:
+        values["conversation"] = _counting(run, "conversation")
     rollout = run.rollout
-    if rollout.is_stale:
+    if rollout.is_stale and rollout.overlap == "carry":
         # which tokens are of earlier weights depends on slots and chunks
-        for name in ("overlap", "max_staleness"):
-            values["rollout"][name] = getattr(rollout, name)
-        if rollout.overlap == "carry":
-            slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
-            values["rollout"] |= {"slots": slots, "chunk": rollout.chunk}
-    if run.rewards.on_none != "error":
-        values["rewards"]["on_none"] = run.rewards.on_none
+        slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
+        values["rollout"] |= {"slots": slots, "chunk": rollout.chunk}
     if run.optimizer.scale_lr_with_devices:
         values["optimizer"]["shards"] = shards
     if run.optimizer.schedule != "constant":
         values["training"]["max_steps"] = training.max_steps
-    if training.epochs is not None:
-        values["training"]["last_batch"] = training.last_batch
-    losses = ("router_aux_loss_coef", "router_z_loss_coef")
-    for name in ("reduce_dtype", "tp_reduce_dtype", *losses):
-        if getattr(training, name) not in ("float32", 0):
-            values["training"][name] = getattr(training, name)
-    if model.cfg.experts is not None:
-        values["rollout"]["replay_routes"] = rollout.replay_routes
-    code = _digests_of_code((values["algorithm"], task))
+    code = digests_of_code((values["algorithm"], task))
     if code:
         values["code"] = code
     return without_secrets(values)
@@ -161,34 +131,6 @@ def fingerprint(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _digests_of_code(settings: Plain) -> dict[str, str]:
-    """Returns digests, by module, of the user's own code that plain settings name by dotted path,
-    rewards above all. Comments and blank lines do not count."""
-    if isinstance(settings, dict | list | tuple):
-        values = settings.values() if isinstance(settings, dict) else settings
-        digests: dict[str, str] = {}
-        for value in values:
-            digests |= _digests_of_code(value)
-        return digests
-    if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
-        return {}
-    name = settings.rpartition(".")[0]
-    # a class in a class: the module is what was imported
-    while name and name not in sys.modules:
-        name = name.rpartition(".")[0]
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_ours = name.partition(".")[0] == "tunix_lite"
-    # what is installed has a version
-    if (
-        file is None
-        or is_ours
-        or Path(file).suffix != ".py"
-        or "site-packages" in Path(file).parts
-    ):
-        return {}
-    return {name: _digest(ast.dump(ast.parse(Path(file).read_bytes())))}
 
 
 def read_fingerprint(file: Path) -> dict:
@@ -227,33 +169,29 @@ def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
     return replace(task, **pins) if pins else task
 
 
-def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
+def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
     """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in dict.fromkeys((*ours, *theirs)):
         name = f"{where}{escaped(key)}"
         here = ours.get(key)
         there = theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
-            yield from differences(here, there, f"{name}.")
+            yield from _differences(here, there, f"{name}.")
         elif here != there:
-            yield name, f"{shown(here, LONGEST)} here, {shown(there, LONGEST)} there"
+            yield name, f"{shown(here, _LONGEST)} here, {shown(there, _LONGEST)} there"
 
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
-    that are allowed. Another model cannot be forced: its checkpoint means something else. What SAID
-    names may differ."""
-    changes = dict(differences(ours, theirs))
-    said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
+    that are allowed. Another model cannot be forced: its checkpoint means something else."""
+    changes = dict(_differences(ours, theirs))
+    said = {name: changes.pop(name) for name in [*changes] if name.startswith(_SAID)}
     changes.pop("training.packing", None)
     both = (one.get("training") for one in (ours, theirs))
     ends = [one.get("last_batch") if isinstance(one, dict) else None for one in both]
     if None in ends and changes.pop("training.last_batch", None):
         here, there = ("epochs" if end else "updates" for end in ends)
         changes["training.epochs"] = f"{here} are counted here, {there} there"
-    # runs of before have no digest of a model's own template
-    if "chat_template" in changes and "chat_template" not in theirs:
-        said["chat_template"] = changes.pop("chat_template")
 
     other = {name: text for name, text in changes.items() if name.startswith("model.")}
     if other:
@@ -269,5 +207,5 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
 
 def _listed(changes: dict[str, str]) -> str:
     """The first few differences, as one text."""
-    more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-    return "; ".join(f"{name}: {text}" for name, text in [*changes.items()][:SHOWN]) + more
+    more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return "; ".join(f"{name}: {text}" for name, text in [*changes.items()][:_SHOWN]) + more

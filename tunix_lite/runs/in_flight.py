@@ -1,6 +1,6 @@
-"""Completions in flight between two updates, as a checkpoint keeps them: tokens and where they
-belong, nothing of a cache. Conversations are kept only once they have ended, with what their
-environments answered."""
+"""Completions in flight between two updates, as a checkpoint keeps them: partial ones one by one,
+with tokens and where they belong, or a whole rollout, with what environments answered. Nothing of a
+cache is kept."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.rollout.partial import OpenCompletion
 
 # by name, the type of what there is one of per completion, and per token
-OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
+_OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
 # of completions that have begun, where routes are recorded: tokens of the prompt, and the routes of
 # prompt and tokens one after the other
-OF_ROUTES = {"read", "routes"}
-OF_TOKENS = {
+_OF_ROUTES = {"read", "routes"}
+_OF_TOKENS = {
     "tokens": np.int32,
     "versions": np.int32,
     "logprobs": np.float32,
@@ -46,7 +46,7 @@ class InFlight:
         }
         for name in ("step", "prompt", "generation"):
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
-        for name in OF_TOKENS:
+        for name in _OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
         # of the prompts, which are read again with them, and of the tokens
         routed = [one for one in self.completions if one.routes is not None]
@@ -57,18 +57,18 @@ class InFlight:
             both = [x for one in routed for x in (one.prompt_routes, one.routes)]
             columns["routes"] = np.concatenate(both)
         # an empty list would become float64
-        types = dict.fromkeys((*OF_COMPLETIONS, "read"), np.int32) | OF_TOKENS
+        types = dict.fromkeys((*_OF_COMPLETIONS, "read"), np.int32) | _OF_TOKENS
         return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "InFlight":
         """Rebuilds the object from the arrays of `as_arrays`. Raises ValueError for others."""
-        wanted = {"next_step", *OF_COMPLETIONS, *OF_TOKENS}
-        if arrays.keys() - OF_ROUTES != wanted:
+        wanted = {"next_step", *_OF_COMPLETIONS, *_OF_TOKENS}
+        if arrays.keys() - _OF_ROUTES != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
         lengths = arrays["lengths"]
-        sizes = dict.fromkeys(OF_COMPLETIONS, lengths.size)
-        sizes |= dict.fromkeys(OF_TOKENS, int(lengths.sum())) | {"next_step": 1}
+        sizes = dict.fromkeys(_OF_COMPLETIONS, lengths.size)
+        sizes |= dict.fromkeys(_OF_TOKENS, int(lengths.sum())) | {"next_step": 1}
         for name, size in sizes.items():
             if arrays[name].size != size or arrays[name].dtype.kind not in "if":
                 raise ValueError(f"`{name}` has {arrays[name].size} numbers and not {size}")
@@ -81,14 +81,14 @@ class InFlight:
 
         # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
-        values = {name: np.split(arrays[name], ends)[: lengths.size] for name in OF_TOKENS}
+        values = {name: np.split(arrays[name], ends)[: lengths.size] for name in _OF_TOKENS}
         completions = [
             OpenCompletion(
                 step=int(arrays["steps"][i]),
                 prompt=int(arrays["prompts"][i]),
                 generation=int(arrays["generations"][i]),
                 reason=None if reasons[i] < 0 else FINISH[reasons[i]],
-                **{name: tuple(values[name][i].tolist()) for name in OF_TOKENS},
+                **{name: tuple(values[name][i].tolist()) for name in _OF_TOKENS},
                 **routes[i],
             )
             for i in range(lengths.size)
@@ -98,7 +98,7 @@ class InFlight:
 
 def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
     """The fields of routes of each completion; {} where none are recorded. Raises ValueError."""
-    if not arrays.keys() & OF_ROUTES:
+    if not arrays.keys() & _OF_ROUTES:
         return [{}] * lengths.size
     read = arrays.get("read", np.zeros(0, int))
     routes = arrays.get("routes", np.zeros(0))
@@ -116,23 +116,22 @@ def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str
     ]
 
 
-# by name, the type of the arrays [B, T] of a rollout of conversations, and of those of its rows
-OF_ROLLOUT = {
+# by name, the type of the arrays [B, T] of a rollout, and of those of its rows
+_OF_ROLLOUT = {
     "tokens": np.int32,
     "token_mask": np.bool_,
     "completion_mask": np.bool_,
     "logprobs": np.float32,
     "full_logprobs": np.float32,
     "versions": np.int32,
-    "turn_ids": np.int16,
 }
-OF_ROWS = {"finish": np.int8, "seconds": np.float32}
+_OF_ROWS = {"finish": np.int8, "seconds": np.float32}
 
 
 @dataclass(frozen=True)
-class ConversationsInFlight:
-    """A whole rollout of conversations that waits for its update.
-    Example: ConversationsInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
+class RolloutInFlight:
+    """A whole rollout that waits for its update.
+    Example: RolloutInFlight(step=3, version=2, rollout=rollout): sampled beside update 2."""
 
     # the update, from 0, that learns from it
     step: int
@@ -142,33 +141,40 @@ class ConversationsInFlight:
 
     @property
     def last_turns(self) -> list[list[int]]:
-        """The tokens of the last turn of each conversation: rewards of the task are about them."""
+        """The tokens of each completion, or of the last turn of each conversation: rewards of the
+        task are about them."""
+        tokens = self.rollout.tokens
+        if self.rollout.conversations is None:
+            masks = self.rollout.completion_mask
+            return [row[mask].tolist() for row, mask in zip(tokens, masks)]
         last = [conversation.turns[-1] for conversation in self.rollout.conversations]
-        return [
-            tokens[turn.begin : turn.end].tolist()
-            for tokens, turn in zip(self.rollout.tokens, last)
-        ]
+        return [row[turn.begin : turn.end].tolist() for row, turn in zip(tokens, last)]
 
     def as_arrays(self) -> dict[str, np.ndarray]:
         """The arrays of the rollout by name, and its conversations as the bytes of a JSON text."""
-        conversations = [asdict(one) for one in self.rollout.conversations]
-        texts = json.dumps({"conversations": conversations})
-        arrays = {
-            "step": np.int32(self.step),
-            "version": np.int32(self.version),
-            "conversations": np.frombuffer(texts.encode(), np.uint8),
-        }
-        types = OF_ROLLOUT | OF_ROWS
-        if self.rollout.routes is not None:
-            arrays["routes"] = self.rollout.routes
-        return arrays | {name: np.asarray(getattr(self.rollout, name)) for name in types}
+        rollout = self.rollout
+        arrays = {"step": np.int32(self.step), "version": np.int32(self.version)}
+        if rollout.conversations is not None:
+            conversations = [asdict(one) for one in rollout.conversations]
+            texts = json.dumps({"conversations": conversations})
+            arrays["conversations"] = np.frombuffer(texts.encode(), np.uint8)
+            arrays["turn_ids"] = rollout.turn_ids
+        if rollout.routes is not None:
+            arrays["routes"] = rollout.routes
+        types = _OF_ROLLOUT | _OF_ROWS
+        return arrays | {name: np.asarray(getattr(rollout, name)) for name in types}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "ConversationsInFlight":
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "RolloutInFlight":
         """Rebuilds the object, without metrics, from the arrays of `as_arrays`. Raises ValueError
         for others."""
-        types = OF_ROLLOUT | OF_ROWS
-        wanted = {"step", "version", "conversations", *types}
+        of_rollout = _OF_ROLLOUT
+        wanted = {"step", "version"}
+        if "conversations" in arrays:
+            of_rollout = _OF_ROLLOUT | {"turn_ids": np.int16}
+            wanted.add("conversations")
+        types = of_rollout | _OF_ROWS
+        wanted |= types.keys()
         if arrays.keys() - {"routes"} != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
         shape = arrays["tokens"].shape
@@ -178,7 +184,7 @@ class ConversationsInFlight:
         for name, dtype in types.items():
             # two clock readings a row
             rows_shape = (*shape[:1], 2) if name == "seconds" else shape[:1]
-            expected = shape if name in OF_ROLLOUT else rows_shape
+            expected = shape if name in of_rollout else rows_shape
             array = arrays[name]
             if len(shape) != 2 or array.shape != expected or array.dtype != dtype:
                 raise ValueError(
@@ -188,8 +194,10 @@ class ConversationsInFlight:
         routes = arrays.get("routes")
         if routes is not None and (routes.shape[:2] != shape or routes.dtype.kind != "u"):
             raise ValueError(f"`routes` is {routes.dtype} of {routes.shape}")
-        conversations = np.empty(shape[0], object)
-        conversations[:] = _conversations(arrays["conversations"].tobytes(), shape)
+        conversations = None
+        if "conversations" in arrays:
+            conversations = np.empty(shape[0], object)
+            conversations[:] = _conversations(arrays["conversations"].tobytes(), shape)
         rollout = Rollout(
             conversations=conversations,
             routes=routes,
@@ -200,7 +208,7 @@ class ConversationsInFlight:
 
 def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
     """Rebuilds the conversations of a rollout of so many rows and columns. Raises ValueError for a
-    text that `ConversationsInFlight.as_arrays` does not make."""
+    text that `RolloutInFlight.as_arrays` does not make."""
     try:
         conversations = [
             Conversation(
@@ -243,7 +251,8 @@ def _reply(fields: dict) -> TurnReply:
     return reply
 
 
-def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | ConversationsInFlight:
-    """Rebuilds the partial rollouts of a checkpoint. Raises ValueError for malformed arrays."""
-    kind = ConversationsInFlight if "conversations" in arrays else InFlight
+def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | RolloutInFlight:
+    """Rebuilds what was in flight, of the arrays of a checkpoint. Raises ValueError for malformed
+    ones."""
+    kind = InFlight if "next_step" in arrays else RolloutInFlight
     return kind.from_arrays(arrays)

@@ -174,7 +174,7 @@ def build_learner(session: Session) -> Learner:
         state=state,
         frozen=frozen,
         policy=watched,
-        train_step=parts.train_step or train_step_of(resolved, policy),
+        train_step=train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
         sampler=sampler,

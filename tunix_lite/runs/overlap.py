@@ -14,13 +14,8 @@ from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
-from tunix_lite.rollout.partial import (
-    OpenCompletion,
-    PartialSampler,
-    completions_of,
-    rollout_of,
-)
-from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
+from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
+from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.runs.separate_sampling import (
     SeparateSampling,
     arguments_of_sampler,
@@ -75,7 +70,7 @@ class _BatchesInFlight:
         self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
 
 
-class PartialRollouts:
+class _PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights. It gives
     runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
@@ -269,7 +264,7 @@ class _Sampled:
     grader: Any
 
 
-class OneStepOffPolicy:
+class _OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
     programs, in one order: the first chunks of sampling, the update, the other chunks. Their
@@ -278,7 +273,7 @@ class OneStepOffPolicy:
     def __init__(
         self,
         session: Session,
-        start: InFlight | ConversationsInFlight,
+        start: InFlight | RolloutInFlight,
         apart: SeparateSampling | None = None,
     ):
         """apart: samples where sampling has devices of its own; None: the policy does."""
@@ -299,35 +294,19 @@ class OneStepOffPolicy:
         self._began = -1
 
         # The rollout that waited in a checkpoint. Its grades are computed again.
-        if isinstance(start, ConversationsInFlight):
-            step = start.step
-            version = start.version
-            rollout = start.rollout
-            last_turns = start.last_turns
-        elif start.completions:
-            first = start.completions[0]
-            step = first.step
-            version = first.versions[0]
-            prompts = self._batches.prompts(step)
-            pad_id = self._task.tokenizer.pad_id
-            rollout = rollout_of(start.completions, prompts, run.generation, pad_id, {})
-            last_turns = [list(one.tokens) for one in start.completions]
-        else:
-            return
-        grader = self._task.grader(self._repeated(step), self._generations)
-        for row, tokens in enumerate(last_turns):
-            grader.submit(row, tokens)
-        self._before = self._after = _Sampled(step, version, rollout, grader)
+        if isinstance(start, RolloutInFlight):
+            grader = self._task.grader(self._repeated(start.step), self._generations)
+            for row, tokens in enumerate(start.last_turns):
+                grader.submit(row, tokens)
+            self._after = _Sampled(start.step, start.version, start.rollout, grader)
+            self._before = self._after
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
         if held is None:
             return InFlight([], step).as_arrays()
-        if held.rollout.conversations is not None:
-            return ConversationsInFlight(held.step, held.version, held.rollout).as_arrays()
-        completions = completions_of(held.rollout, held.step, held.version, self._generations)
-        return InFlight(completions, held.step + self._updates).as_arrays()
+        return RolloutInFlight(held.step, held.version, held.rollout).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """See PartialRollouts."""
@@ -405,7 +384,7 @@ class OneStepOffPolicy:
 
 
 # what gives a run its completions where rollouts overlap with learning
-Overlap = PartialRollouts | OneStepOffPolicy
+Overlap = _PartialRollouts | _OneStepOffPolicy
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
@@ -430,6 +409,6 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
             if arrays is not None:
                 start = in_flight_from(arrays)
     if overlap == "one_step":
-        return OneStepOffPolicy(session, start, separate_sampling(session, resolved))
+        return _OneStepOffPolicy(session, start, separate_sampling(session, resolved))
     sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
-    return PartialRollouts(session, PartialSampler(sampler), start)
+    return _PartialRollouts(session, PartialSampler(sampler), start)

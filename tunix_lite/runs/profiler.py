@@ -9,10 +9,10 @@ import jax
 
 from tunix_lite.parallel.collectives import collectives, grouped
 
-TABLE = "communication.md"
-TRACE = "trace"
+_TABLE = "communication.md"
+_TRACE = "trace"
 # of this invocation; number 0 compiles, and is traced only where there is no other
-TRACED_STEPS = slice(1, 4)
+_TRACED_STEPS = slice(1, 4)
 
 
 class Profile:
@@ -22,7 +22,7 @@ class Profile:
         """num_steps: of this invocation."""
         self.folder = folder
         self.is_tracing = False
-        self.traced = range(num_steps)[TRACED_STEPS] or range(num_steps)
+        self.traced = range(num_steps)[_TRACED_STEPS] or range(num_steps)
 
     def write_table(self, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
         """Writes communication.md: the bytes that this compiled update sends over the mesh."""
@@ -45,7 +45,7 @@ class Profile:
                 f"{g.sent_bytes / 1e6:,.2f} |"
                 for g in grouped(ops)
             ]
-        (self.folder / TABLE).write_text("\n".join([*lines, ""]))
+        (self.folder / _TABLE).write_text("\n".join([*lines, ""]))
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -55,7 +55,7 @@ class Profile:
             yield
             return
         if number == self.traced[0]:
-            jax.profiler.start_trace(self.folder / TRACE)
+            jax.profiler.start_trace(self.folder / _TRACE)
             self.is_tracing = True
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield

@@ -24,7 +24,7 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir
 
 # characters of what a folder says of its reference
-LONGEST = 1000
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_reference(
                     )
             except ValueError as error:
                 raise ValueError(f"{error}, so the reference is not known; {begin}") from error
-            text = escaped(text, LONGEST)
+            text = escaped(text, _LONGEST)
             if step is not None and step not in Checkpoints(folder).steps():
                 raise ValueError(
                     f"{folder / shown(step)} is gone, which held the reference of the run "

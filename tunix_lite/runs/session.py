@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +16,7 @@ from tunix_lite.basics.types import TrainState
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.parallel.mesh import own_rows
-from tunix_lite.planning.at_start import (
-    choose_micro_batch,
-    is_out_of_memory,
-)
-from tunix_lite.report.page import write_at_end
-from tunix_lite.report.run_page import run_page
+from tunix_lite.planning.at_start import is_out_of_memory
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
@@ -35,7 +30,6 @@ from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
-from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir, Status
 
 
@@ -110,11 +104,6 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), _open_console(run, run_dir) as console:
-        if run.training.micro_batch_size == "auto":
-            with compiling(console, "updates, to choose training.micro_batch_size"):
-                resolved, train_step = choose_micro_batch(parts.resolved, console.say)
-            parts = replace(parts, resolved=resolved, train_step=train_step)
-
         # Which run this is.
         if not parts.overwrites_other_run(run_dir):
             write_fingerprint(parts, run_dir)
@@ -129,7 +118,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         passed = time.time() - began
         stopping = Stopping(minutes, console.say, passed, run.training.grace_seconds)
         job.stopping = stopping
-        session = Session(parts.resolved.run, parts, run_dir, console, status, stopping)
+        session = Session(run, parts, run_dir, console, status, stopping)
 
         # Inside, the run is made; then the status says how it ended.
         resume_hint = job.resume_hint or f"hydra.run.dir={shown_place(folder)}"
@@ -159,7 +148,6 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
         raise
     status = session.status
     status.write("stopped" if status.stopped else "completed")
-    _write_report(session)
     for text, style in status.closing_lines(resume_hint):
         session.console.say(text, style=style)
 
@@ -216,13 +204,3 @@ def _failed(session: Session, error: BaseException) -> None:
         if is_out_of_memory(error):
             more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"
             session.console.say(f"out of memory: {more}", style="yellow")
-    _write_report(session)
-
-
-def _write_report(session: Session) -> None:
-    """Writes report.html of the folder's present files, if it is asked for."""
-    if session.run.tracking.report and session.run_dir.is_first:
-        # A signal that is sent twice must not end a run that has ended already.
-        with session.stopping:
-            folder = session.run_dir.path
-            write_at_end(folder, lambda: run_page(folder), session.console.say)

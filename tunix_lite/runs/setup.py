@@ -22,7 +22,6 @@ from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, sizes, source, weights
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.source import FoundModel
@@ -90,8 +89,6 @@ class Parts:
     failing: str = ""
     # the mesh of sampling on devices of its own (rollout.mesh_shape); None: there is none
     rollout_mesh: jax.sharding.Mesh | None = None
-    # the update, if it was compiled already to find what fits
-    train_step: TrainStep | None = None
 
     @property
     def batch(self) -> BatchPlan:

@@ -63,9 +63,9 @@ from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 # Seconds from which on a program that a step had to compile is worth a line.
 LONG_COMPILATION = 1.0
 # Seconds after which an evaluation in the middle of a run says how far it is.
-EVALUATION_PATIENCE = 10.0
+_EVALUATION_PATIENCE = 10.0
 # Held-out completions that are shown before the first step, at most.
-HELD_OUT_SHOWN = 2
+_HELD_OUT_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ class Watch:
         """The metrics of completions of held-out prompts, which samples/ gets when it is due."""
         session = self.session
         step = int(self.state.step)
-        patience = 0.0 if is_first else EVALUATION_PATIENCE
+        patience = 0.0 if is_first else _EVALUATION_PATIENCE
         evaluation = self.source.evaluate(
             step, self.learner.policy_params(self.state), patience
         )
@@ -445,7 +445,7 @@ class Watch:
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
             # the table of settings should not scroll away
-            shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
+            shown = min(session.run.tracking.samples_shown, _HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(rows, with_rewards=True)
         return evaluation.metrics

@@ -20,7 +20,6 @@ class Piece:
     text: str
     tokens: list[int]
     logprobs: list[float]
-    top: list[list[tuple[int, float]]]
     finish_reason: str | None = None
     calls: list[dict] = field(default_factory=list)  # calls of tools, as the API writes them
 
@@ -28,7 +27,6 @@ class Piece:
         self.text += later.text
         self.tokens += later.tokens
         self.logprobs += later.logprobs
-        self.top += later.top
         self.finish_reason = later.finish_reason
         self.calls += later.calls
 
@@ -50,20 +48,18 @@ class ApiChoice:
         # text that may be the beginning of a stop text
         self.held = ""
         # all pieces as one
-        self.whole = Piece("", [], [], [])
+        self.whole = Piece("", [], [])
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
         # Where texts end the choice, each token is decoded by itself; else all together.
         size = 1 if self.stop else max(1, len(new.tokens))
         longest = max(map(len, self.stop), default=1)
-        top = list(new.top) or [[] for _ in new.tokens]
-        piece = Piece("", [], [], [])
+        piece = Piece("", [], [])
         for start in range(0, len(new.tokens), size):
             part = slice(start, start + size)
             piece.tokens += new.tokens[part]
             piece.logprobs += new.full_logprobs[part]
-            piece.top += top[part]
             self.held += self.stream.feed(new.tokens[part])
             if (end := self._stop_at()) is not None:
                 piece.text += self.held[:end]
@@ -157,20 +153,14 @@ class ApiAnswer:
                 choice["message"] |= {"content": text or None, "tool_calls": piece.calls}
         choice["logprobs"] = None
         if self.call.logprobs and self.call.is_chat:
-            rows = zip(piece.tokens, piece.logprobs, piece.top)
-            content = [
-                self._token(token, value)
-                | {"top_logprobs": [self._token(*likely) for likely in likeliest]}
-                for token, value, likeliest in rows
-            ]
+            content = [self._token(*one) for one in zip(piece.tokens, piece.logprobs)]
             choice["logprobs"] = {"content": content, "refusal": None}
         elif self.call.logprobs:
             texts = [self._text(token) for token in piece.tokens]
-            top = [{self._text(token): value for token, value in row} for row in piece.top]
             choice["logprobs"] = {
                 "tokens": texts,
                 "token_logprobs": piece.logprobs,
-                "top_logprobs": top if self.call.draw.top_logprobs else None,
+                "top_logprobs": None,
                 # Where each text begins when they stand side by side.
                 "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
             }
@@ -185,7 +175,7 @@ class ApiAnswer:
         text = self._text(token)
         # Part of a character has no text of its own.
         of_text = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": text, "logprob": logprob, "bytes": of_text}
+        return {"token": text, "logprob": logprob, "bytes": of_text, "top_logprobs": []}
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)

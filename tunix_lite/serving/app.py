@@ -33,7 +33,7 @@ _OF_EPISODE = "/episodes/{episode}"
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
 
-class Recorder(Protocol):
+class _Recorder(Protocol):
     """Keeps what was asked and sampled in an episode, a run of an agent, whose id is part of the
     path or the API key. Each raises BadCall for an episode that there is not, or that is over."""
 
@@ -58,7 +58,7 @@ class Server(Face):
         tokenizer: Tokenizer,
         limits: Limits,
         settings: ServerSettings,
-        recorder: Recorder | None = None,
+        recorder: _Recorder | None = None,
     ):
         """recorder: gets every call, by its episode. Then the id of the episode is the key."""
         super().__init__(settings)

@@ -9,7 +9,6 @@ from typing import Any
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.rollout.programs import MOST_TOP
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
@@ -25,6 +24,7 @@ _ONLY = {
     "presence_penalty": 0,
     "logit_bias": {},
     "best_of": 1,
+    "top_logprobs": 0,
     "echo": False,
     "suffix": None,
     "response_format": {"type": "text"},
@@ -80,8 +80,8 @@ class _TextBody(_CompletionBody):
     """The body of /v1/completions."""
 
     prompt: Any = None
-    # of how many of the likeliest tokens besides
-    logprobs: int | None = between(0, MOST_TOP, None)
+    # 0 or 1: both are those of the tokens themselves, never of others
+    logprobs: int | None = between(0, 1, None)
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,11 @@ class _ChatBody(_CompletionBody):
     messages: Any = None
     max_completion_tokens: Any = None
     logprobs: bool = False
-    top_logprobs: int = between(0, MOST_TOP, 0)
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     chat_template_kwargs: dict = field(default_factory=dict)
     reasoning_effort: Any = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.top_logprobs and not self.logprobs:
-            raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -181,7 +175,6 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
         top_k=checked.top_k,
         min_p=checked.min_p,
         seed=secrets.randbits(31) if checked.seed is None else checked.seed,
-        top_logprobs=checked.top_logprobs if is_chat else checked.logprobs or 0,
     )
     return Call(checked, model, prompts, draw, max_tokens, tuple(stop), is_text, reads_calls)
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 # A handler returns a response, or the body of one as JSON, with or without its status.
-Answer = "web.StreamResponse | dict | tuple[int, dict]"
-Handler = Callable[["web.Request"], Awaitable[Answer]]
+_Answer = "web.StreamResponse | dict | tuple[int, dict]"
+Handler = Callable[["web.Request"], Awaitable[_Answer]]
 # What logs call the status of a request whose client went away.
 _CLIENT_LEFT = 499
 # Seconds within which a client must have sent its body.
-BODY_SECONDS = 30.0
+_BODY_SECONDS = 30.0
 # Seconds between two looks at whether the server should end.
 _LOOK_SECONDS = 0.5
 # Open files that the server asks the system for: a connection costs one.
@@ -196,10 +196,10 @@ async def check_port(host: str, port: int) -> None:
 async def read_body(request: "web.Request") -> bytes:
     """Raises TimedOut for a client that does not send it."""
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except TimeoutError:
-        raise TimedOut(f"the body did not come within {BODY_SECONDS:g} s") from None
+        raise TimedOut(f"the body did not come within {_BODY_SECONDS:g} s") from None
 
 
 async def read_json(request: "web.Request") -> dict:

@@ -9,11 +9,11 @@ from tunix_lite.basics.plain_text import shown
 from tunix_lite.rollout.settings import LEAST_POSITIVE
 from tunix_lite.serving.bad_call import BadCall
 
-FLOAT32 = (-3.4e38, 3.4e38)
+_FLOAT32 = (-3.4e38, 3.4e38)
 # Numbers of fields that have no limits of their own.
-LIMITS = {int: (0, 2**62), float: FLOAT32}
+_LIMITS = {int: (0, 2**62), float: _FLOAT32}
 # What a value of another type is told to be.
-WORDS = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
+_WORDS = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
 
 T = TypeVar("T")
 
@@ -50,10 +50,10 @@ def _checked(name: str, value: object, hint: object, metadata: Mapping) -> Any:
         return value
     if dataclasses.is_dataclass(kind):
         return read(kind, value, name)
-    if kind in LIMITS:
-        return checked_number(name, value, kind, *metadata.get("limits", LIMITS[kind]))
+    if kind in _LIMITS:
+        return checked_number(name, value, kind, *metadata.get("limits", _LIMITS[kind]))
     if not isinstance(value, kind):
-        raise BadCall(f"{name}={shown(value)}; it is {WORDS[kind]}", name)
+        raise BadCall(f"{name}={shown(value)}; it is {_WORDS[kind]}", name)
     return value
 
 

@@ -16,9 +16,9 @@ from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.config import RunConfig, TrainingConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
-TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = 2048
 # that a row of shared prompts may have in any case: then most of what can be shared is
-LANES = 4
+_LANES = 4
 # of a row's width that room for further prompts may add to it
 _MORE_PROMPTS_SHARE = 1 / 32
 
@@ -64,29 +64,19 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     accumulation = settings.gradient_accumulation_steps
 
     # Enough is given to derive the rest from.
-    if prompts is None and (settings.is_packed or micro == "auto"):
-        is_packed = settings.is_packed
-        value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+    if prompts is None and settings.is_packed:
         raise ConfigError(
-            f"training: {value} needs prompts_per_step: training.prompts_per_step=16"
+            f"training: packing={settings.packing} needs prompts_per_step: "
+            "training.prompts_per_step=16"
         )
     if settings.is_packed:
         return BatchPlan(prompts, G, fsdp, 0, 0)
-    if micro == "auto" and accumulation:
-        raise ConfigError(
-            "training: micro_batch_size=auto derives gradient_accumulation_steps: "
-            "training.gradient_accumulation_steps=null"
-        )
     if prompts is None and micro is None:
         raise ConfigError(
             "training: give prompts_per_step or micro_batch_size; the rest is derived: "
             "training.prompts_per_step=16"
         )
 
-    # A micro-batch that is still to be chosen: as large as the batch allows.
-    if micro == "auto":
-        micro = None
-        accumulation = settings.sync_gradients_every
     if prompts is None:
         accumulation = accumulation or 1
         prompts = micro * fsdp * accumulation // G
@@ -129,14 +119,14 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
         micro = settings.micro_batch_size
         given = settings.gradient_accumulation_steps
         per_shard = batch.sequences // fsdp
-        if micro not in (None, "auto") and per_shard % micro == 0:
+        if micro and per_shard % micro == 0:
             derived = (
                 f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
             )
         elif given and per_shard % given == 0:
             derived = f"training.micro_batch_size=null makes it {per_shard // given}"
         else:
-            size = _largest_divisor(per_shard, micro if isinstance(micro, int) else per_shard)
+            size = _largest_divisor(per_shard, micro or per_shard)
             rest = " training.gradient_accumulation_steps=null" if given else ""
             derived = f"training.micro_batch_size={size}{rest} does"
         raise ConfigError(
@@ -189,7 +179,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
             RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)
         ]
         tokens_given = settings.micro_batch_tokens
-        most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
+        most = tokens_given or max(_TOKENS_AT_ONCE, prompt + _LANES * new)
 
         def tokens(shape: RowShape) -> int:
             rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
@@ -222,7 +212,7 @@ def _parts(
 ) -> tuple[int, int]:
     """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
     # one row at least, however wide it is
-    at_once = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
+    at_once = max(1, (settings.micro_batch_tokens or _TOKENS_AT_ONCE) // shape.width)
     every = settings.sync_gradients_every
     parts = -(-num_rows // (at_once * fsdp * every)) * every
     return parts, -(-num_rows // (parts * fsdp))

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import hydra
@@ -26,8 +26,7 @@ from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.settings.config import EVALUATED, RunConfig, build
-from tunix_lite.settings.flags import check_values, wrong_override
-from tunix_lite.settings.hints import shell_quoted
+from tunix_lite.settings.hints import check_values, shell_quoted, wrong_override
 
 # Enough for the sums of the bundled model, chat template included.
 _OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
@@ -202,7 +201,11 @@ def explain(
     chosen = [
         text for text, override in parsed.items() if override.get_key_element() in groups
     ]
-    known = _known_settings([*of, *chosen], of, config_name)
+    known: list[str] = []
+    # of the options that are chosen, or where they cannot be composed of the default ones
+    for options in ([*of, *chosen], list(of)):
+        with contextlib.suppress(HydraException, OmegaConfBaseException):
+            known = known or list(leaves(_plain_values(hydra.compose(config_name, options))))
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     if not known and not any((folder / file).is_file() for folder in folders):
@@ -219,7 +222,7 @@ def explain(
             # Hydra takes a + for a group that the defaults list does not have.
             return f"{text}: write it without the +: {text.lstrip('+')}"
         is_added = text.startswith("+") and key not in groups
-        if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
+        if key.startswith("hydra/") and (extra := _PLUGINS.get(text.split("/")[-1])):
             return f"{text} needs a package that is not installed: pip install -e '.[{extra}]'"
         # Hydra explains its own, and what is added has no right spelling
         if key.startswith(("hydra.", "hydra/")) or is_added:
@@ -239,29 +242,11 @@ def explain(
 
 
 # Options of Hydra that a package brings, and the extra of ours that installs it.
-PLUGINS = {
+_PLUGINS = {
     "launcher=submitit_local": "submitit",
     "launcher=submitit_slurm": "submitit",
     "sweeper=optuna": "optuna",
 }
-
-
-def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
-    """The dotted names of all settings, with these options chosen, or with the default ones where
-    they cannot be composed; [] if the file of this name cannot be composed at all."""
-    for chosen in (options, list(of)):
-        with contextlib.suppress(HydraException, OmegaConfBaseException):
-            return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
-    return []
-
-
-def setting_names(of: tuple[str, ...] = (), argv: Iterable[str] = ()) -> Iterator[str]:
-    """The dotted names of all settings, composed when they are asked for: of the options that these
-    words of a command line choose, `algorithm=dpo`, or of the default ones where that fails."""
-    matches = [(word, re.fullmatch(r"(\w+)=\w+", word)) for word in argv]
-    chosen = [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
-    with _options_in(None):
-        yield from _known_settings([*of, *chosen], of, "config")
 
 
 def leaves(values: dict, prefix: str = "") -> Iterator[str]:

@@ -59,7 +59,7 @@ def _check_numbers(
     """Raises ValueError, with the rule, for the first of these settings that breaks it."""
     for name in names.split():
         value = getattr(settings, name)
-        if value not in (None, "auto") and not is_right(value):
+        if value is not None and not is_right(value):
             raise ValueError(f"{name}={value} {rule}")
 
 
@@ -72,7 +72,7 @@ class TrainingConfig:
     epochs: int | None = None
     last_batch: str = "drop"
     prompts_per_step: int | None = 16
-    micro_batch_size: int | str | None = None
+    micro_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     packing: str = "auto"
     micro_batch_tokens: int | None = None
@@ -106,11 +106,6 @@ class TrainingConfig:
                     f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
                     f"{choices[-1]}"
                 )
-        if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
-            raise ValueError(
-                f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to "
-                "derive it"
-            )
         sizes = (
             "prompts_per_step micro_batch_size gradient_accumulation_steps micro_batch_tokens"
         )
@@ -228,7 +223,6 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     samples_shown: int = 3
     console: str = "plain"
-    report: bool = True
     trackers: dict[str, Callable] = field(default_factory=dict)
     observers: dict[str, Callable] = field(default_factory=dict)
 
@@ -571,10 +565,10 @@ def _check_overlap(run: RunConfig) -> None:
 
 
 # A class, or what may stand for it in an annotation, such as `int | None`.
-Kind = type | types.UnionType
+_Kind = type | types.UnionType
 
 
-def build(kind: Kind, value: object, where: str = "") -> Any:
+def build(kind: _Kind, value: object, where: str = "") -> Any:
     """`value`, plain as YAML gives it, as `kind`. Raises ConfigError, naming the place. `_target_`
     names a class or function by dotted path: a class is built from the other settings, a function
     gets them bound. It is obeyed where `kind` is Any or Callable, and where it is a dataclass for
@@ -685,7 +679,7 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
         return kind(**built)
 
 
-def _build_target(kind: Kind, values: dict, where: str) -> Any:
+def _build_target(kind: _Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
     place = _join(where, TARGET)

@@ -1,5 +1,6 @@
 """Suggests the intended setting, and nothing when unsure: by the table of other projects' words
-(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike."""
+(conf/words.yaml), then a setting of that name in another section, then one that is spelt alike.
+Settings are key=value here, and the flags that there are belong to Hydra."""
 
 import functools
 import re
@@ -11,17 +12,32 @@ from pathlib import Path
 
 import yaml
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.distributed.command_line import conf_dir
 
+# Flags of Hydra, and how many words follow each.
+_ALONE = "--help -h --hydra-help --version --resolve --run -r --multirun -m --shell-completion"
+_WITH_A_WORD = "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd"
+_WITH_A_WORD += " --experimental-rerun --info -i -sc"
+HYDRA = dict.fromkeys(_ALONE.split(), 0) | dict.fromkeys(_WITH_A_WORD.split(), 1)
+# Those of the commands beside training.
+OF_COMMANDS = {
+    flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")
+}
+# Sizes that the rule of model.target_params gives (models/sizes.py).
+_RULED = re.compile(
+    r"model\.architecture\.(num_(layers|heads|kv_heads)|(embed|head|mlp)_dim|vocab_size|pattern|"
+    r"window|query_scale)="
+)
 # Sections that other projects do not have: a word of theirs does not stand in one of these, unless
 # what it means here does, too.
 _STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding", "resume"}
 
 
 @dataclass(frozen=True)
-class Hint:
+class _Hint:
     """The overrides to write, and a note about them; one of the two may be missing.
-    Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "")."""
+    Example: `_translated("lr", "1e-5", known)` is _Hint(("optimizer.learning_rate=1e-5",), "")."""
 
     # ready to be typed, but for a shell's quotes
     overrides: tuple[str, ...]
@@ -48,11 +64,11 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     it. known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
-    hint = translated(key, value, known)
+    hint = _translated(key, value, known)
     if hint is not None:
         link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
-    near = nearest_settings(key, known)
+    near = _nearest_settings(key, known)
     if near:
         return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
 
@@ -110,14 +126,14 @@ def _normal(key: str) -> str:
     return key.strip().lstrip("+~-").replace("-", "_").lower()
 
 
-def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
+def _translated(key: str, value: object, known: Iterable[str] | None = None) -> _Hint | None:
     """Translates a word of another project; None if the table does not have it. value: None if it
     is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
     if family:
-        return Hint((), family)
+        return _Hint((), family)
     # The longest name first: rollout.n is known, n is not.
     # other projects nest their settings, and may nest them in another way
     parts = name.split(".")
@@ -127,20 +143,12 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
             return _fitting(each, parts[:start], value, known)
     last = parts[-1]
     family = next((families[f] for f in families if "." not in f and last.startswith(f)), "")
-    return Hint((), family) if family else None
-
-
-def foreign_value(key: str, value: object) -> Hint | None:
-    """Translates another project's value of our setting; None: nothing is known of it."""
-    each, is_ours = _index().get(_normal(key), (None, False))
-    if not is_ours or _text(value).lower() not in each.values:
-        return None
-    return Hint(tuple(each.values[_text(value).lower()].split()))
+    return _Hint((), family) if family else None
 
 
 def _fitting(
     each: Word, sections: list[str], value: object, known: Iterable[str] | None
-) -> Hint | None:
+) -> _Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)
     overrides: tuple[str, ...] = ()
@@ -163,7 +171,7 @@ def _fitting(
     is_elsewhere = section in _STRICT and overrides and not in_place
     if is_elsewhere or not (overrides or each.note):
         return None
-    return Hint(overrides, each.note)
+    return _Hint(overrides, each.note)
 
 
 def _exists(override: str, known: set[str]) -> bool:
@@ -198,14 +206,6 @@ def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
     return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
 
 
-def near_option(group: str, value: str, folders: Iterable[Path] = ()) -> str | None:
-    """The option that is meant by `value`: gemma-3-1b-it is gemma3_1b. None: not exactly one."""
-    options = options_of(group, folders)
-    value = _KNOWN_OPTIONS.get((group, _plain(value)), value)
-    same = (option for option in options if _plain(option) == _plain(value))
-    return next(same, None) or near_word(value, options)
-
-
 # What other projects call an option: (group, name without separators before digits) -> ours.
 _KNOWN_OPTIONS = {
     ("algorithm", "drgrpo"): "dr_grpo",
@@ -228,7 +228,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[- ]", "_", name)
 
 
-def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
+def _nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     """The settings that are meant by a misspelt one: one, or two that fit equally well; else []."""
     wanted = key.strip().lstrip("+~")
     section, _, name = wanted.rpartition(".")
@@ -260,3 +260,87 @@ def _closest(name: str, names: Iterable[str]) -> list[str]:
     near = [each for each in near if re.findall(r"\d+", each) == numbers]
     swapped = [each for each in set(names) if sorted(each) == sorted(name)]
     return near or swapped
+
+
+# ---- command lines
+
+
+def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
+    """The words with our flags and their values before the others, which keep their order: Hydra's
+    parser takes no override behind a flag that comes behind an override. ours: our flags, and how
+    many words follow each. Raises ConfigError for other flags, as `--lr 1e-5`, with the settings
+    that they would be, `lr=1e-5`."""
+    mine: list[str] = []
+    others: list[str] = []
+    foreign: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in ours:
+            count = 0 if equals else ours[flag]
+            mine += [word, *rest[:count]]
+            del rest[:count]
+        elif re.match(r"-[^\d]", word) is None:
+            others.append(word)
+        else:
+            if not equals:
+                # --bf16 is followed by another flag, an override or nothing; -1 is a value
+                has_value = rest and re.match(r"-\D|.*=", rest[0]) is None
+                value = rest.pop(0) if has_value else "true"
+            foreign.append(f"{flag.lstrip('-').replace('-', '_')}={value}")
+    if foreign:
+        settings = " ".join(map(shell_quoted, foreign))
+        raise ConfigError(f"settings are written key=value, without dashes: {settings}")
+    return [*mine, *others]
+
+
+def wrong_override(
+    key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
+) -> str | None:
+    """The message for an override that names no setting, group or option; None: it names one.
+    known: all settings. groups: the folders of conf/. folders: more of them, with options of the
+    user's own."""
+    if key in groups:
+        options = options_of(key, folders)
+        if value is None or str(value) in options:
+            return None
+        there = f"here is {', '.join(options)}"
+        text = f"{key}={value}: there is no such {key}; "
+        # The hint comes first: some groups have thirty options.
+        value = str(value)
+        if key == "model" and ("/" in value or value.startswith((".", "~"))):
+            return f"{text}did you mean {shell_quoted(f'model.weights={value}')}? T{there}"
+        # gemma-3-1b-it is gemma3_1b
+        value = _KNOWN_OPTIONS.get((key, _plain(value)), value)
+        same = (option for option in options if _plain(option) == _plain(value))
+        option = next(same, None) or near_word(value, options)
+        return f"{text}did you mean {key}={option}? T{there}" if option else f"{text}t{there}"
+    if any(name == key or name.startswith(f"{key}.") for name in known):
+        return None
+    near = _nearest_settings(key, groups) if "." not in key else []
+    if len(near) == 1:
+        line = shell_quoted(f"{near[0]}={value}")
+        return f"{key}: there is no such group; did you mean {line}?"
+    return unknown_key(key, known, value)
+
+
+def check_values(overrides: Iterable[str]) -> None:
+    """Raises ConfigError for a value that is another project's word for one of ours, and for sizes
+    beside model.target_params, which gives them."""
+    overrides = list(overrides)
+    ruled = [text for text in overrides if _RULED.match(text)]
+    for text in overrides if ruled else ():
+        if re.match(r"model\.target_params=(?!null)", text):
+            rest = " ".join(shell_quoted(one) for one in overrides if one not in ruled)
+            raise ConfigError(
+                f"{text} gives all sizes by a rule, so {' '.join(ruled)} would change nothing; "
+                f"write {rest}, or leave {text} out"
+            )
+    for text in overrides:
+        key, _, value = text.partition("=")
+        each, is_ours = _index().get(_normal(key), (None, False))
+        if is_ours and (ours := each.values.get(_text(value).lower())) is not None:
+            raise ConfigError(
+                f"{text}: there is no such value; write {_Hint(tuple(ours.split()))}"
+            )

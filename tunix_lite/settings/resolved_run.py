@@ -50,9 +50,9 @@ _LARGE_HEAD_SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class FrozenModel:
+class _FrozenModel:
     """A model that only scores, beside the one that trains.
-    Example: FrozenModel(cfg, "int8", "xla")."""
+    Example: _FrozenModel(cfg, "int8", "xla")."""
 
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
@@ -121,7 +121,7 @@ class ResolvedRun:
     # memory that is free once it is loaded.
     sampling_weights: str = "gathered"
     # models of the algorithm that score, by name, such as a teacher
-    frozen_models: dict[str, FrozenModel] = field(default_factory=dict)
+    frozen_models: dict[str, _FrozenModel] = field(default_factory=dict)
 
     @property
     def dtype(self) -> type:
@@ -380,13 +380,6 @@ class ResolvedRun:
             total += self.elements(w.shape, w.axes, is_gathered) * jnp.dtype(storage).itemsize
         return total
 
-    def with_micro_batch(self, size: int) -> "ResolvedRun":
-        """The same with micro-batches of `size` sequences per fsdp shard."""
-        run = with_micro_batch(self.run, size)
-        batch = plan_batch(run, self.fsdp)
-        rows = plan_rows(run, batch, has_large_head(self.cfg))
-        return replace(self, run=run, batch=batch, rows=rows)
-
 
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
@@ -507,7 +500,7 @@ def resolve_run(
 
 def _frozen_models(
     resolved: ResolvedRun, is_attached: bool, frozen_cfgs: dict[str, Architecture] | None
-) -> dict[str, FrozenModel]:
+) -> dict[str, _FrozenModel]:
     """The models that only score: they go with the mesh and with the lengths."""
     run = resolved.run
     frozen = {}
@@ -523,7 +516,7 @@ def _frozen_models(
             # it may have heads that a kernel cannot take
             layout = resolved.rows if scoring.batch_size is None else RowLayout()
             chosen, _ = _choose_attention(run, theirs, layout, resolved.platform, is_attached)
-        frozen[name] = FrozenModel(theirs, settings.storage, chosen)
+        frozen[name] = _FrozenModel(theirs, settings.storage, chosen)
     return frozen
 
 
@@ -545,7 +538,10 @@ def with_defaults(
     num_params = weights.num_params(decoder.weights(cfg))
     # adapters bear a rate that would ruin all weights
     trains = what_trains(lora is not None, num_params)
-    learned = learns_from(run.algorithm.needs)
+    # the column of learner.defaults.RATES that suits the algorithm's data
+    learned = {(): "rewards", ("completion",): "demonstrations"}.get(
+        tuple(run.algorithm.needs.demonstrations), "preferences"
+    )
     reasons = {}
     if run.optimizer.learning_rate == AUTO:
         reasons["rate_reason"] = f"auto: {trains}, from {learned}"
@@ -560,13 +556,6 @@ def with_defaults(
         name = precision(run.training.mixed_precision, num_params, platform)
         training = replace(run.training, mixed_precision=name)
     return replace(run, optimizer=optimizer, training=training), reasons
-
-
-def learns_from(needs: Needs) -> str:
-    """Returns the column of learner.defaults.RATES that suits the algorithm's data."""
-    if not needs.demonstrations:
-        return "rewards"
-    return "demonstrations" if needs.demonstrations == ("completion",) else "preferences"
 
 
 def _check_model_divides(

@@ -1,4 +1,4 @@
-"""Trackers of other projects: Weights & Biases, Trackio and MLflow, each an extra of its name; and
+"""Trackers of other projects: Weights & Biases and MLflow, each an extra of its name; and
 a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
@@ -66,7 +66,7 @@ class Wandb(_Plug):
     entity: str | None = None
     mode: str | None = None
 
-    def __call__(self, run: TrackedRun) -> "_TableRun":
+    def __call__(self, run: TrackedRun) -> "_WandbRun":
         # An extra of the package: nobody needs it who does not name it.
         import wandb
 
@@ -81,35 +81,12 @@ class Wandb(_Plug):
             config=run.settings,
         )
         run.keep_id("wandb", opened.id)
-        return _TableRun(wandb, opened)
+        return _WandbRun(wandb, opened)
 
 
 @dataclass(frozen=True)
-class Trackio(_Plug):
-    """Opens a run in Trackio, or goes on with that of the same name.
-    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal."""
-
-    # conf/tracking/trackio.yaml explains each setting
-    project: str | None = None
-    space_id: str | None = None
-
-    def __call__(self, run: TrackedRun) -> "_TableRun":
-        import trackio
-
-        opened = trackio.init(
-            project=self.project or run.project,
-            name=run.name,
-            space_id=self.space_id,
-            config=_with_plain_keys(run.settings),
-            resume="allow",
-            embed=False,
-        )
-        return _TableRun(trackio, opened)
-
-
-@dataclass(frozen=True)
-class _TableRun:
-    """A `Tracker` over wandb, or over trackio, which has the same calls."""
+class _WandbRun:
+    """A `Tracker` over a run of wandb."""
 
     # the module, with `Table`; and what its `init` returned
     module: Any
@@ -150,7 +127,7 @@ class Mlflow(_Plug):
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
-                for name, value in flat(run.settings)
+                for name, value in _flat(run.settings)
             ]
             # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
@@ -224,18 +201,10 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
     return [*plain, *(f"reward {name}" for name in rewards)], cells
 
 
-def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     """The dotted names of all settings, and their values."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _with_plain_keys(settings: dict) -> dict:
-    """The settings with `target` for `_target_`: Trackio keeps names with _ for itself."""
-    return {
-        str(key).strip("_"): _with_plain_keys(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }

@@ -100,15 +100,15 @@ def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Some of the data in rows on the mesh: one forward and backward pass.
-    Example: Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing."""
+    Example: _Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing."""
 
     indices: list[int]
     rows: RowBatch
 
 
-def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Iterator[Part]:
+def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Iterator[_Part]:
     """The data in parts, the narrowest rows first. shards: of a batch (fsdp)."""
     # Widths and numbers of rows are powers of two, so that few programs are compiled.
     by_width: dict[int, list[int]] = {}
@@ -146,7 +146,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
                 positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
                 streams={"targets": ids["targets"], **values},
             )
-            yield Part(chunk, jax.tree.map(on_mesh, rows))
+            yield _Part(chunk, jax.tree.map(on_mesh, rows))
 
 
 def _power_of_two(count: int, least: int = 1) -> int:

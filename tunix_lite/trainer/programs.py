@@ -24,7 +24,7 @@ from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_m
 from tunix_lite.trainer.losses import TokenLoss
 
 # Programs that are kept of each kind: clients of a server may send ever new settings.
-MOST_KEPT = 32
+_MOST_KEPT = 32
 # (params, frozen, number of the update, batch in rows) -> (gradients, metrics)
 Gradients = Callable[[Params, Params | None, jax.Array, RowBatch], Sums]
 
@@ -138,7 +138,7 @@ class TrainerPrograms:
             kept[key] = make()
         # the order is that of use
         kept.move_to_end(key)
-        while len(kept) > MOST_KEPT:
+        while len(kept) > _MOST_KEPT:
             kept.popitem(last=False)
         return kept[key]
 

@@ -4,7 +4,6 @@ share it, and the weights of the base; each attaches its adapters."""
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any
 
 from tunix_lite.basics.plain_text import shown
@@ -16,18 +15,11 @@ from tunix_lite.models.weights import Lora
 from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
-from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.trainer.data import check_tokens
 
 # Sequences that may wait for a slot: one call may ask for many.
-MOST_WAITING = 1 << 20
-# Numbers that a sampler can follow.
-LIMITS = {
-    "temperature": (0.0, 1 / LEAST_POSITIVE),
-    "top_k": (-1, 2**31 - 1),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-}
+_MOST_WAITING = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,25 +45,17 @@ class SampleSettings:
         most = self.max_tokens
         if most is not None and not (isinstance(most, int) and most >= 1):
             raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
-        for name, (low, high) in LIMITS.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high:
-                raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
-            # The devices compute in float32, where it would be 0.
-            if 0 < value < LEAST_POSITIVE:
-                message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
-                raise ValueError(message)
-        if self.top_p == 0:
-            raise ValueError("top_p=0 leaves no token; use temperature=0 for the likeliest")
-        if self.top_k != int(self.top_k):
-            raise ValueError(f"top_k={self.top_k}; it is a whole number")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={shown(self.stop)}; it is a text, or texts, none empty")
-        if not all(isinstance(token, int) for token in self.stop_token_ids):
+        # -1 is 0 to others
+        if not isinstance(self.top_k, int) or self.top_k < -1:
             raise ValueError(
-                f"stop_token_ids={shown(self.stop_token_ids)}; these are token ids"
+                f"top_k={shown(self.top_k)}; it is a whole number, 0 for all tokens"
             )
+        names = ("temperature", "top_p", "min_p", "stop", "stop_token_ids")
+        try:
+            # what a run may set, with its checks
+            GenerationConfig(**{name: getattr(self, name) for name in names})
+        except TypeError as error:
+            raise ValueError(f"settings: {error}") from error
         if self.seed is not None:
             check_seed(self.seed)
 
@@ -168,7 +152,7 @@ class SamplingEngine:
             prepared = prepared | both
         if self._engine is None:
             self._engine = live_engine(
-                self.model, self.generation, self.rollout, MOST_WAITING, prepared
+                self.model, self.generation, self.rollout, _MOST_WAITING, prepared
             )
         self._engine.set_params(prepared)
         self._holds = owner

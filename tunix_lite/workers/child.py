@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 # characters of a text that a message shows
-SHOWN = 200
+_SHOWN = 200
 # characters of a text that leave this process; for the rest, a text says how many there were
 KEPT = 64 * 1024
 # of prctl(2)
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 
 
 class NotANumber(Exception):
@@ -60,7 +60,7 @@ def work(
         if limits is None:
             # It ends with its parent: in a loop it would not see the end of the pipe.
             if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 # where memory runs out, this process is the one to go
                 with contextlib.suppress(OSError):
                     Path("/proc/self/oom_score_adj").write_text("1000")
@@ -108,16 +108,16 @@ def work(
 
 
 def short_repr(value: object) -> str:
-    """Shows a value in one line, and not longer than SHOWN."""
+    """Shows a value in one line, and not longer than _SHOWN."""
     try:
         # Cut first: the repr of a huge text would take its memory once more.
-        text = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace(
+        text = repr(value[: _SHOWN + 1] if type(value) in (str, bytes) else value).replace(
             "\n", " "
         )
     except Exception as error:
         # of integers beyond 4300 digits, and of objects that cannot say what they are
         text = f"<{type(value).__name__}, of which Python cannot say more: {error}>"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def bounded(text: str) -> str:

@@ -18,19 +18,19 @@ from tunix_lite.workers.process import START_SECONDS, WorkerProcess
 # Bytes of addresses. An interpreter with jinja2 takes some 50 MB.
 _MEMORY = 512 * 2**20
 # Of the processor, for one call; and by the clock, for a process that was stopped.
-SECONDS = 1.0
+_SECONDS = 1.0
 _WAITED = 30.0
 # Attempts. A signal that was meant for the run may end the process.
-STARTS = 3
+_STARTS = 3
 # Bytes of one answer.
 _LONGEST_ANSWER = 2**28
 # Variables that Python may need to start. None of them holds a secret.
-KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 # Neither PYTHONPATH nor start-up code of site-packages, and no compiled files.
-FLAGS = ("-I", "-S", "-B")
+_FLAGS = ("-I", "-S", "-B")
 # How a process ended that exceeded a limit, and what is said of it.
 _OVERRUNS = {
-    "ended its process with SIGPROF": f"takes more than {SECONDS:g} second of the processor",
+    "ended its process with SIGPROF": f"takes more than {_SECONDS:g} second of the processor",
     "closed the pipes of its process": "closes its pipes",
     f"wrote more than {_LONGEST_ANSWER:,} bytes to the pipe of its process": "answers without end",
 }
@@ -47,15 +47,15 @@ def ask(function: Callable[..., str], *arguments: object) -> str:
     calls = pickle.dumps([(0, 0, (function, *arguments))])
     how = ""
     with _LOCK:
-        for _ in range(STARTS):
+        for _ in range(_STARTS):
             if _running is None:
                 # An editable install is found by a hook, not by sys.path: packages are named.
                 files = (jinja2.__file__, markupsafe.__file__)
                 _running = WorkerProcess(
-                    {name: os.environ[name] for name in KEPT if name in os.environ},
-                    limits=(_MEMORY, SECONDS),
+                    {name: os.environ[name] for name in _KEPT if name in os.environ},
+                    limits=(_MEMORY, _SECONDS),
                     output=subprocess.DEVNULL,
-                    flags=FLAGS,
+                    flags=_FLAGS,
                     import_path=[
                         str(Path(__file__).parents[2]),
                         *(str(Path(file).parents[1]) for file in files),

@@ -23,20 +23,20 @@ from tunix_lite.workers.child import short_repr
 # seconds until a process must have imported what it needs
 START_SECONDS = 120
 # seconds that a killed process may take: one that waits for a lost disk cannot even be killed
-END_SECONDS = 5
+_END_SECONDS = 5
 # seconds between two looks at whether a silent process is still there
-LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.2
 _READ_BYTES = 64 * 1024
 # most seconds that the kernel is waited for while it loads a program
 _LOADING = 1.0
 # bytes of an answer, at most: a text of child.KEPT characters takes far less
-LONGEST = 4 * 1024 * 1024
+_LONGEST = 4 * 1024 * 1024
 # bytes that an empty pipe takes at once
 _SURELY_FITS = 32 * 1024
 # this variable of a process, which all that it starts inherit, says which process it is
 _MARK = "TUNIX_LITE_REWARDS"
 # not multiprocessing: its spawn imports the program that runs, and with it jax
-START = (
+_START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
     "from tunix_lite.workers.child import work; work(*rest)"
 )
@@ -64,7 +64,7 @@ class WorkerProcess:
         output: BinaryIO | int | None = None,
         flags: Sequence[str] = (),
         import_path: Sequence[str] = (),
-        longest: int = LONGEST,
+        longest: int = _LONGEST,
     ):
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
@@ -83,7 +83,7 @@ class WorkerProcess:
         with calls, open(answers, "wb"):
             rest = [path, calls.fileno(), answers, os.getpid(), limits]
             self.process = subprocess.Popen(
-                [sys.executable, *flags, "-c", START, json.dumps(rest)],
+                [sys.executable, *flags, "-c", _START, json.dumps(rest)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -111,7 +111,7 @@ class WorkerProcess:
             # Asked before the pipe is read: what it wrote before its end is then all there.
             is_gone = self.process.poll() is not None
             left = began + seconds - time.monotonic()
-            if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
+            if self._arriving.poll(1000 * max(0.0, min(_LOOK_SECONDS, left))):
                 # Splits it into whole lines and a rest, which is never copied for those behind it.
                 part = self._answers.read(_READ_BYTES)
                 is_gone = not part
@@ -126,7 +126,7 @@ class WorkerProcess:
             if is_gone:
                 # the pipe may be closed before the process is gone
                 with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(LOOK_SECONDS)
+                    self.process.wait(_LOOK_SECONDS)
                 code = self.process.poll()
                 if code is None:
                     return "crash", "closed the pipes of its process"
@@ -161,7 +161,7 @@ class WorkerProcess:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(_END_SECONDS)
 
     def release(self) -> None:
         """Closes the pipes. Only the thread that reads may do this."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 # seconds that starting and ending the processes of a job may take beside the code
-GRACE = 5.0
+_GRACE = 5.0
 # name of each limit by which code was stopped
 STOPPED = {
     "time": "took more than `seconds`",
@@ -36,9 +36,9 @@ STOPPED = {
 # protections that the kernel refused, of which this process has told
 _told: set[str] = set()
 # seconds between two looks at what the code does
-LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.02
 # bytes of a traceback that are kept
-KEPT = 2_000
+_KEPT = 2_000
 # bytes of what a test reports
 _LONGEST_REPORTS = 16 * 1024 * 1024
 # files that the code may have open, and bytes of one that it writes
@@ -67,7 +67,7 @@ _LANDLOCK_ADD = 445
 _LANDLOCK_RESTRICT = 446
 _WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 _REFER = 1 << 13
-TRUNCATE = 1 << 14
+_TRUNCATE = 1 << 14
 
 
 RUNNER = __file__
@@ -87,7 +87,7 @@ def run_job(code: str, test: str | None, text: str = "", **limits: float) -> dic
     )
     try:
         output, _ = process.communicate(
-            json.dumps(job).encode(), timeout=limits["seconds"] + GRACE
+            json.dumps(job).encode(), timeout=limits["seconds"] + _GRACE
         )
     except subprocess.TimeoutExpired:
         process.kill()
@@ -172,7 +172,7 @@ def run(job: dict, folder: str) -> dict:
     status = "ended"
     is_gone = False
     while status == "ended":
-        arriving.poll(1000 * LOOK_SECONDS)
+        arriving.poll(1000 * _LOOK_SECONDS)
         for pipe, read in received.items():
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 65536)
@@ -198,7 +198,7 @@ def run(job: dict, folder: str) -> dict:
         "printed": received[output][: job["output_bytes"]].decode(errors="replace"),
         "is_done": last == nonce,
         "reports": reports,
-        "why": "" if last == nonce else last[-KEPT:],
+        "why": "" if last == nonce else last[-_KEPT:],
         "missing": missing,
     }
 
@@ -303,11 +303,11 @@ def _restrict_writes(folder: str) -> None:
     version = _landlock_version()
     if version < 1:
         return
-    files = _WRITES | (_REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    files = _WRITES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
     rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
-    for path, access in ((folder, files), (os.devnull, files & (1 << 1 | TRUNCATE))):
+    for path, access in ((folder, files), (os.devnull, files & (1 << 1 | _TRUNCATE))):
         with contextlib.suppress(OSError):
             opened = os.open(path, os.O_PATH)
             rule = struct.pack("=Qi", access, opened)
@@ -375,7 +375,7 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
         is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
         if not (is_exit and is_program):
             said = " ".join(traceback.format_exception_only(error)[-1].split())
-            write(3, said.encode(errors="replace")[:KEPT])
+            write(3, said.encode(errors="replace")[:_KEPT])
             leave(1)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
@@ -442,7 +442,7 @@ def _reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
     return report
 
 
-KEYS = type({}.keys())
+_KEYS = type({}.keys())
 _ITEMS = type({}.items())
 
 
@@ -463,7 +463,7 @@ def encoded(value: object) -> Any:
         return {"dict": [[encoded(key), encoded(item)] for key, item in dict.items(value)]}
     if isinstance(value, tuple):
         return {"tuple": [encoded(item) for item in tuple.__iter__(value)]}
-    if isinstance(value, set | frozenset | KEYS | _ITEMS):
+    if isinstance(value, set | frozenset | _KEYS | _ITEMS):
         return {"set": [encoded(item) for item in value]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}

@@ -15,15 +15,15 @@ from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
 
-IS_OVER = (
+_IS_OVER = (
     "there is no such episode, or it is over: "
     "base_url is .../episodes/ID/v1, or the API key is ID"
 )
 
 
 @dataclass
-class TokenSequence:
-    """Tokens that an agent's calls read and sampled. Example: TokenSequence([2, 17, 9, 1], [F, F,
+class _TokenSequence:
+    """Tokens that an agent's calls read and sampled. Example: _TokenSequence([2, 17, 9, 1], [F, F,
     T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1)."""
 
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class TokenSequence:
 
 
 def add_choice(
-    sequences: list[TokenSequence],
+    sequences: list[_TokenSequence],
     prompt: Sequence[int],
     tokens: Sequence[int],
     logprobs: Sequence[float],
@@ -48,7 +48,7 @@ def add_choice(
     new one. logprobs: of its tokens, in nats."""
     beginnings = [one for one in sequences if one.is_start_of(prompt)]
     if not beginnings:
-        beginnings = [TokenSequence()]
+        beginnings = [_TokenSequence()]
         sequences += beginnings
     # the longest shares most: its tokens are then learned from once
     longest = max(beginnings, key=lambda one: len(one.tokens))
@@ -60,7 +60,7 @@ def add_choice(
 
 
 def with_tokens_as_sampled(
-    prompt: Sequence[int], sequences: Sequence[TokenSequence], tokenizer: Tokenizer
+    prompt: Sequence[int], sequences: Sequence[_TokenSequence], tokenizer: Tokenizer
 ) -> list[int]:
     """Returns the tokens of a prompt. Where its text begins with that of an earlier sequence, it
     gets the tokens of that sequence; its text stays the same, character by character."""
@@ -91,7 +91,7 @@ class Episode:
     # sampling settings that override the agent's; None: the agent's
     draw: DrawSettings | None = None
     # sequences in the order in which calls ended
-    sequences: list[TokenSequence] = field(default_factory=list)
+    sequences: list[_TokenSequence] = field(default_factory=list)
     num_calls: int = 0
     is_over: bool = False
 
@@ -135,7 +135,7 @@ class OpenEpisodes:
         with self._lock:
             opened = self._open.get(episode)
             if opened is None:
-                raise BadCall(IS_OVER, code="episode_is_over")
+                raise BadCall(_IS_OVER, code="episode_is_over")
             if opened.num_calls >= self.max_calls:
                 raise BadCall(
                     f"this episode has made {self.max_calls} calls, and it may make no more",
@@ -144,10 +144,10 @@ class OpenEpisodes:
             number = opened.num_calls
             opened.num_calls += 1
             # others of its calls may end meanwhile
-            earlier = [TokenSequence(list(one.tokens)) for one in opened.sequences]
+            earlier = [_TokenSequence(list(one.tokens)) for one in opened.sequences]
         how = call.draw if opened.draw is None else opened.draw
         seed = seed_of_call(opened.seed, number, 0)
-        draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)
+        draw = replace(how, seed=seed)
         prompts = []
         for prompt in call.prompts:
             sampled = prompt
@@ -162,7 +162,7 @@ class OpenEpisodes:
         # What is sampled after the end of an episode would be sampled while its weights change.
         with self._lock:
             if episode not in self._open:
-                raise BadCall(IS_OVER, code="episode_is_over")
+                raise BadCall(_IS_OVER, code="episode_is_over")
             yield
 
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:

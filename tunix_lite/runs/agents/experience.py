@@ -28,12 +28,12 @@ from tunix_lite.serving.face import ServerSettings
 from tunix_lite.tasks.task import TaskConfig
 
 # Seconds that the server may take until it listens.
-START_SECONDS = 30.0
+_START_SECONDS = 30.0
 # calls that may wait for a slot
-MOST_WAITING = 1 << 20
+_MOST_WAITING = 1 << 20
 
 
-class Endpoint:
+class _Endpoint:
     """A server on 127.0.0.1 that records the calls of episodes. `close` ends it.
     Example: endpoint.base_url(episode) is "http://127.0.0.1:41234/episodes/5f2c.../v1"."""
 
@@ -50,7 +50,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
         self._thread.start()
         # an agent that calls too early would fail, and it would look like its own fault
-        if not self._is_ready.wait(START_SECONDS) or self._failure is not None:
+        if not self._is_ready.wait(_START_SECONDS) or self._failure is not None:
             raise ConfigError(f"the endpoint of the agents did not start: {self._failure}")
 
     def base_url(self, episode: Episode) -> str:
@@ -106,7 +106,7 @@ class AgentExperience:
         how = (model.cfg, model.dtype, run.rollout.weights != "sharded")
         self._prepare = make_prepare(*how)
         prepared = self._prepare(learner.policy_params(learner.state))
-        self._engine = live_engine(model, generation, run.rollout, MOST_WAITING, prepared)
+        self._engine = live_engine(model, generation, run.rollout, _MOST_WAITING, prepared)
         session.closing.callback(self._engine.close)
 
         # Whom agents talk to, and who runs them.
@@ -120,7 +120,7 @@ class AgentExperience:
         )
         longest = limits.max_prompt_length
         self._episodes = OpenEpisodes(self._tokenizer, longest, config.max_calls)
-        endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
+        endpoint = _Endpoint(self._engine, self._tokenizer, limits, self._episodes)
         session.closing.callback(endpoint.close)
         reward = reward or _rewards_of(run.task)
         self._runner = Runner(agent, reward, self._episodes, endpoint.base_url, config)

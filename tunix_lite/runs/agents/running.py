@@ -18,10 +18,10 @@ from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes
 # (client, example) -> the reward, or a text that is graded
 Agent = Callable[[Any, dict], Any]
 # A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
-MOST_REWARD = 1e18
-ON_ERROR = ("raise", "zero", "drop")
+_MOST_REWARD = 1e18
+_ON_ERROR = ("raise", "zero", "drop")
 # between two looks at whether the run is asked to stop
-LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class AgentConfig:
     def __post_init__(self):
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be above 0")
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"on_error={self.on_error!r}; it is {', '.join(ON_ERROR)}")
+        if self.on_error not in _ON_ERROR:
+            raise ValueError(f"on_error={self.on_error!r}; it is {', '.join(_ON_ERROR)}")
         if self.parallel < 1 or self.max_calls < 1:
             raise ValueError("parallel and max_calls must be at least 1")
 
@@ -127,9 +127,9 @@ class Runner:
                 first = min(began, key=began.get)
                 left = began[first] + self.config.timeout - time.monotonic()
                 try:
-                    place, how = ended.get(timeout=min(max(0.0, left), LOOK_SECONDS))
+                    place, how = ended.get(timeout=min(max(0.0, left), _LOOK_SECONDS))
                 except queue.Empty:
-                    if left > LOOK_SECONDS:
+                    if left > _LOOK_SECONDS:
                         continue
                     place = first
                     message = f"the agent took more than {self.config.timeout:g} s"
@@ -188,7 +188,7 @@ class Runner:
             reward = float(returned) if hasattr(returned, "__float__") else math.nan
         except (OverflowError, TypeError, ValueError):
             reward = math.nan
-        if abs(reward) <= MOST_REWARD:
+        if abs(reward) <= _MOST_REWARD:
             return reward, ""
-        right = f"it is a finite number, {MOST_REWARD:g} at most, or a text"
+        right = f"it is a finite number, {_MOST_REWARD:g} at most, or a text"
         return None, f"the agent returned {shown(returned)}; {right}"

@@ -12,7 +12,7 @@ from tunix_lite.trainer.data import VALUES, Datum
 from tunix_lite.trainer.sampling import Sample
 
 # The fields of each message, numbered from 1. * repeats. A map is a list of entries.
-MESSAGES = {
+_MESSAGES = {
     "EncodedText": "tokens:bytes",
     "Chunk": "text:EncodedText",
     "Tensor": "dense:bytes sparse:bytes dtype:int64 shape:*int64",
@@ -33,13 +33,13 @@ MESSAGES = {
     "Samples": "sequences:*Sequence prompt_logprobs:bytes",
 }
 # DType of the protocol -> numpy's, little-endian as on the wire.
-DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-FLOAT32 = 1
+_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_FLOAT32 = 1
 
 
 def _classes() -> dict[str, type[Message]]:
     file = FileDescriptorProto(name="tinker.proto", package="tinker", syntax="proto3")
-    for message, text in MESSAGES.items():
+    for message, text in _MESSAGES.items():
         added = file.message_type.add(name=message)
         for number, word in enumerate(text.split(), start=1):
             # the numbers of fields are their places in the text
@@ -47,13 +47,13 @@ def _classes() -> dict[str, type[Message]]:
             # 3 is LABEL_REPEATED, and 1 LABEL_OPTIONAL.
             field = added.field.add(name=name, number=number, label=3 if kind[0] == "*" else 1)
             kind = kind.removeprefix("*")
-            if kind in MESSAGES:
+            if kind in _MESSAGES:
                 field.type_name = f".tinker.{kind}"
             else:
                 field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
     pool = DescriptorPool()
     pool.Add(file)
-    types = {name: pool.FindMessageTypeByName(f"tinker.{name}") for name in MESSAGES}
+    types = {name: pool.FindMessageTypeByName(f"tinker.{name}") for name in _MESSAGES}
     return {name: GetMessageClass(descriptor) for name, descriptor in types.items()}
 
 
@@ -96,7 +96,7 @@ def data_of(request: Message) -> list[Datum]:
                 raise BadCall(
                     f"{here} is not supported; target_tokens, {', '.join(VALUES)} are"
                 )
-            inputs[name] = _array(one.tensor.dense, one.tensor.dtype or FLOAT32, here)
+            inputs[name] = _array(one.tensor.dense, one.tensor.dtype or _FLOAT32, here)
             if list(one.tensor.shape) not in ([], [inputs[name].size]):
                 raise BadCall(
                     f"{here} has the shape {list(one.tensor.shape)}; 1 dim is supported"
@@ -108,13 +108,13 @@ def data_of(request: Message) -> list[Datum]:
 
 
 def _array(raw: bytes, dtype: int, where: str) -> np.ndarray:
-    if dtype not in DTYPES:
-        raise BadCall(f"{where}: dtype {dtype} is not one of {sorted(DTYPES)}")
-    if len(raw) % DTYPES[dtype].itemsize:
+    if dtype not in _DTYPES:
+        raise BadCall(f"{where}: dtype {dtype} is not one of {sorted(_DTYPES)}")
+    if len(raw) % _DTYPES[dtype].itemsize:
         raise BadCall(
-            f"{where}: {len(raw)} bytes are no whole number of {DTYPES[dtype]} values"
+            f"{where}: {len(raw)} bytes are no whole number of {_DTYPES[dtype]} values"
         )
-    return np.frombuffer(raw, DTYPES[dtype])
+    return np.frombuffer(raw, _DTYPES[dtype])
 
 
 def write_forward_backward(logprobs: list[list[float]], metrics: dict[str, float]) -> bytes:
@@ -123,7 +123,7 @@ def write_forward_backward(logprobs: list[list[float]], metrics: dict[str, float
     result.rows.kind = "ArrayRecord"
     result.rows.count = len(logprobs)
     column = result.rows.columns.add(name="logprobs").column
-    column.dtype = FLOAT32
+    column.dtype = _FLOAT32
     # numpy joins at least one array.
     column.values = np.concatenate([np.zeros(0), *logprobs]).astype("<f4").tobytes()
     # one array of all rows, and the bytes where each of them ends
