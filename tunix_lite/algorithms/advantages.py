@@ -181,30 +181,27 @@ def _centred_all(values: np.ndarray) -> np.ndarray:
 def advantages_of_kept(
     advantages: Callable[..., np.ndarray],
     rewards_PG: np.ndarray,
-    kept_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
-    """[P, G]; 0 for a dropped completion, and for one that is alone in its group.
+    """[P, G]; 0 for a dropped completion, whose reward is nan, and for one that is alone in its
+    group.
 
-    `advantages` gets whole groups together, groups with a dropped completion one by one; if it has
-    a parameter `whole`, everything at once, nan where dropped."""
+    `advantages` gets groups that lack the same completions together, and without them; if it has a
+    parameter `whole`, everything at once, nan where dropped."""
+    kept_PG = ~np.isnan(rewards_PG)
+    compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
     # One that sees the batch has to know who is missing, so it gets nan in their places.
     if takes(advantages, "whole"):
-        is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
-        found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
-        return np.where(is_compared_PG, found_PG, 0.0)
+        values_PG = advantages(np.where(compared_PG, rewards_PG, np.nan), whole=whole())
+        return np.where(compared_PG, values_PG, 0.0)
     result_PG = np.zeros(rewards_PG.shape)
-    is_whole_P = kept_PG.all(axis=1)
-    if is_whole_P.any():
-        result_PG[is_whole_P] = advantages(rewards_PG[is_whole_P])
-    # Groups of other sizes cannot stand in one array, so they go one by one.
-    for p in np.flatnonzero(~is_whole_P & (kept_PG.sum(axis=1) >= 2)):
-        result_PG[p, kept_PG[p]] = advantages(rewards_PG[p : p + 1, kept_PG[p]])[0]
+    for compared_G in np.unique(compared_PG, axis=0):
+        if compared_G.any():
+            here = np.ix_((compared_PG == compared_G).all(axis=1), compared_G)
+            result_PG[here] = advantages(rewards_PG[here])
     return result_PG
 
 
-def groups_that_agree(rewards_PG: np.ndarray, kept_PG: np.ndarray) -> np.ndarray:
-    """[P] bool: the rewards of the group are all equal, dropped completions apart."""
-    least_P = np.where(kept_PG, rewards_PG, np.inf).min(axis=1)
-    most_P = np.where(kept_PG, rewards_PG, -np.inf).max(axis=1)
-    return least_P >= most_P
+def groups_that_agree(rewards_PG: np.ndarray) -> np.ndarray:
+    """[P] bool: the rewards of the group are all equal, dropped ones (nan) apart."""
+    return ~(np.fmin.reduce(rewards_PG, axis=1) < np.fmax.reduce(rewards_PG, axis=1))

@@ -131,20 +131,24 @@ class GRPO(Objective):
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
-        # the gain of each token, by its ratio and its advantage
         # 0 at tokens that do not count, whatever fills them: a mean over a completion adds them up
         counts_RW = batch.loss_weight != 0
-        gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+        logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
+        old_logprobs_RW = jnp.where(counts_RW, batch.old_logprobs, 0.0)
+        gap_RW = logprobs_RW - old_logprobs_RW
         log_ratio_RW = self.ratio(gap_RW, batch)
+        ratio_RW = jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         terms = TokenTerms(
-            ratio=jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
-            log_ratio=log_ratio_RW,
-            advantages=batch.advantages,
-            logprobs=jnp.where(counts_RW, scores.logprobs, 0.0),
-            old_logprobs=jnp.where(counts_RW, batch.old_logprobs, 0.0),
-            gap=gap_RW,
-            batch=batch,
+            ratio_RW,
+            log_ratio_RW,
+            batch.advantages,
+            logprobs_RW,
+            old_logprobs_RW,
+            gap_RW,
+            batch,
         )
+
+        # the gain of each token, by its ratio and its advantage
         bounds = None
         if takes(self.surrogate, "bounds"):
             bounds = Bounds(self.clip_low, self.clip_high)
@@ -154,13 +158,22 @@ class GRPO(Objective):
             gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= of_correction
         loss = -jnp.sum(batch.loss_weight * gain.gain)
+        if self.kl_coef or self.entropy_coef:
+            loss, of_penalties = self.penalised(loss, terms, scores)
+            metrics |= of_penalties
+        return loss, metrics
 
-        # the KL term, and the entropy of what each token is drawn from
+    def penalised(
+        self, loss: jax.Array, terms: TokenTerms, scores: TokenScores
+    ) -> tuple[jax.Array, Metrics]:
+        """Adds the KL term, and takes off the entropy of what each token is drawn from."""
+        weight_RW = terms.batch.loss_weight
+        metrics: Metrics = {}
         if self.kl_coef:
-            kl_of_tokens_RW = kl.token_kl(self.kl_estimator, terms)
-            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl_of_tokens_RW)
+            kl_RW = kl.token_kl(self.kl_estimator, terms)
+            metrics["train/kl"] = jnp.sum(weight_RW * kl_RW)
             if not self.is_kl_reward:
                 loss += self.kl_coef * metrics["train/kl"]
         if self.entropy_coef:
-            loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
+            loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
         return loss, metrics

@@ -24,7 +24,7 @@ from tunix_lite.basics.types import (
     TokenScores,
     realigned,
 )
-from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models.divergence import Kind, head_divergence, list_divergence, top_tokens
 from tunix_lite.models.vocabulary import head_spec, token_scores
 from tunix_lite.parallel.mesh import sharding
@@ -137,12 +137,6 @@ def with_divergence(
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
 
-    def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:
-        # the teacher's streams at the same tokens, [R, M, K]
-        if batch.scored is None:
-            return x_RWK[:, -batch.is_scored.shape[1] :]
-        return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)
-
     def compared(params: Params, batch: RowBatch) -> ComparedScores:
         def head(
             before_RMD: jax.Array,
@@ -156,7 +150,8 @@ def with_divergence(
             spec = head_spec(len(table_VD), softcap, temperature)
             ours = (kind, spec, before_RMD, table_VD)
             theirs = {
-                name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)
+                name: at_scored(batch.streams[name], batch, batch.scored)
+                for name in teacher.streams(None)
             }
             if comparison.top_k:
                 divergence = list_divergence(*ours, theirs[TOKENS], theirs[LOGPROBS])

@@ -6,6 +6,7 @@ Where sequences are packed, the number of rows that hold something differs from 
 so does the number of parts that run. That number travels with the batch: nothing compiles again.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -61,32 +62,16 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    def value_of(x: jax.Array | Max) -> jax.Array:
-        if not _is_max(x):
-            return x
-        return -x.value if x.of_negative else x.value
-
-    shards = axis_size("fsdp")
     num_used = parts if num_used is None else num_used
-    if sync_every > 1 and shards > 1:
-        # Larger parts, each of which every shard adds up by itself.
-        parts = parts // sync_every
-        num_used = -(-num_used // sync_every)
+    if sync_every > 1 and axis_size("fsdp") > 1:
         fn = _sum_per_shard(fn, sync_every, grad_shardings)
-
-        def split(x: jax.Array) -> jax.Array:
-            # [R, ...] -> [parts, sync_every, shards, rows, ...]
-            x = x.reshape(shards, parts, sync_every, -1, *x.shape[1:])
-            x = jnp.moveaxis(x, 0, 2)
-            spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
-            return jax.lax.with_sharding_constraint(x, spec)
-
-        sums = _sum_parts(fn, jax.tree.map(split, batch), num_used, place)
+        batch = _cut_per_shard(batch, parts // sync_every, sync_every)
+        sums = _sum_parts(fn, batch, -(-num_used // sync_every), place)
     elif parts > 1:
         sums = _sum_parts(fn, cut(batch, parts), num_used, place)
     else:
         sums = place(fn(batch))
-    return jax.tree.map(value_of, sums, is_leaf=_is_max)
+    return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
 def _sum_parts(
@@ -97,24 +82,20 @@ def _sum_parts(
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
-    def start_of(x: jax.Array | Max) -> jax.Array | Max:
+    def nothing(x: jax.Array | Max) -> jax.Array | Max:
         if _is_max(x):
-            return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+            return x.least()
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-    def both(x: jax.Array | Max, y: jax.Array | Max) -> jax.Array | Max:
-        if _is_max(x):
-            return x.replace(value=jnp.maximum(x.value, y.value))
-        return x + y
-
     def add(i: jax.Array, total: Sums) -> Sums:
-        return jax.tree.map(both, total, place(fn(part_of(batch, i))), is_leaf=_is_max)
+        part = place(fn(part_of(batch, i)))
+        return jax.tree.map(operator.add, total, part, is_leaf=_is_max)
 
-    # a traced number of parts: a loop of XLA, and not a scan
     # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
-    start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
+    start = place(jax.tree.map(nothing, like, is_leaf=_is_max))
+    # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_parts, add, start)
 
 
@@ -125,6 +106,19 @@ def part_of(batch: Tree, i: int | jax.Array) -> Tree:
 
 def _is_max(leaf: object) -> bool:
     return isinstance(leaf, Max)
+
+
+def _cut_per_shard(batch: Tree, parts: int, sync_every: int) -> Tree:
+    """Arrays of rows [R, ...] -> [parts, sync_every, shards, rows, ...]: larger parts, each of
+    which every shard adds up by itself."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        x = x.reshape(axis_size("fsdp"), parts, sync_every, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 2)
+        spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return jax.tree.map(divide, batch)
 
 
 def _sum_per_shard(
@@ -154,9 +148,7 @@ def _sum_per_shard(
 
     def reduce(x: jax.Array | Max) -> jax.Array | Max:
         # [shards, ...] -> that of all shards
-        if _is_max(x):
-            return x.replace(value=jnp.max(x.value, axis=0))
-        return jnp.sum(x, axis=0)
+        return x.replace(value=jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
 
     def sum_of_parts(parts: Tree) -> Sums:
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)

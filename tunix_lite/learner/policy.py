@@ -15,7 +15,7 @@ from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 from tunix_lite.learner.micro_batches import cut, part_of
 from tunix_lite.learner.routing import expert_sums
-from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.routes import replayed
@@ -132,7 +132,11 @@ def make_policy(
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
-    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+    if cfg.output == "logits":
+        of_head = partial(batch_scores, temperature=temperature)
+    else:
+        of_head = batch_numbers
+    scores = partial(of_head, cfg=cfg, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
@@ -150,7 +154,7 @@ def batch_scores(
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
-    [R, W, V] never exist. Of a reward model the numbers of these tokens, and no entropy.
+    [R, W, V] never exist.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
@@ -159,41 +163,50 @@ def batch_scores(
     hidden_RWD, routed = decoder.forward_and_routes(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )
-    R, W = batch.tokens.shape
-    M = batch.is_scored.shape[1]
-
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
-    # Unpacked rows take slices: gathers take a CPU twice as long as the head.
-    if batch.scored is None:
-        before_RMD = hidden_RWD[:, -M - 1 : -1]
-        targets_RM = batch.tokens[:, -M:]
-    else:
-        before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
-        targets_RM = jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
-
-    def in_rows(x_RM: jax.Array) -> jax.Array:
-        # values back at the columns of their tokens, 0 elsewhere
-        inner = x_RM.ndim - 2
-        # a row may have fewer scored tokens than M; the rest belongs to no token
-        is_scored = batch.is_scored.reshape(R, M, *[1] * inner)
-        x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
-        if batch.scored is None:
-            return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * inner))
-        rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
-        return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
-
-    if cfg.output != "logits":
-        # the number up to a token, that itself included
-        numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
-        scores_RW = TokenScores(numbers_RW, None)
-    else:
-        table_VD = decoder.output_table(params, cfg)
-        scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-        scores_RW = jax.tree.map(in_rows, scores_RM)
+    before_RMD = at_scored(hidden_RWD, batch, batch.previous, before=1)
+    targets_RM = at_scored(batch.tokens, batch, batch.scored)
+    table_VD = decoder.output_table(params, cfg)
+    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    scores_RW = jax.tree.map(partial(in_rows, batch=batch), scores_RM)
     # another head has no field for them
     if routed is None or not hasattr(scores_RW, "experts"):
         return scores_RW
     return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
+
+
+def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
+    """Values [R, M] or [R, M, K] of scored tokens back at the columns of their tokens, [R, W] or
+    [R, W, K], 0 elsewhere."""
+    R, W = batch.tokens.shape
+    R, M, *inner = x_RM.shape
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    is_scored = batch.is_scored.reshape(R, M, *[1] * len(inner))
+    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
+    if batch.scored is None:
+        return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * len(inner)))
+    rows = jnp.zeros((R, W, *inner), x_RM.dtype)
+    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+
+
+def batch_numbers(
+    params: Params,
+    batch: RowBatch,
+    *,
+    cfg: Architecture,
+    dtype: DTypeLike,
+    **forward: Any,
+) -> TokenScores:
+    """The numbers that a reward model gives the text up to each scored token, that itself included:
+    float32 [R, W], 0 elsewhere; and no entropy."""
+    meta = attention.meta_of_rows(batch)
+    hidden_RWD, routed = decoder.forward_and_routes(
+        params, cfg, batch.tokens, meta, dtype, **forward
+    )
+    numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
+    is_token_RW = batch.segment_ids > 0
+    experts = None if routed is None else expert_sums(routed, None, is_token_RW)
+    return TokenScores(numbers_RW, None, experts=experts)
 
 
 def token_logprobs(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Metrics
+from tunix_lite.basics.types import Metrics, RowBatch
 from tunix_lite.models.experts import Routed
 
 # among the metrics of a micro-batch, the sums that become numbers once all parts are added up
@@ -92,10 +92,21 @@ class RouterLoss:
         return self.aux_coef * aux + self.z_coef * sums.z / pairs
 
 
+def with_experts(
+    router_loss: RouterLoss | None,
+    sums: ExpertSums,
+    batch: RowBatch,
+    loss: jax.Array,
+    metrics: Metrics,
+) -> tuple[jax.Array, Metrics]:
+    """Adds the losses of routers to the loss of a micro-batch, and the sums to its metrics."""
+    if router_loss is not None:
+        loss += router_loss(sums, batch.constants[LOAD], batch.constants[NUM_TOKENS])
+    return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(sums)}
+
+
 def with_expert_metrics(metrics: Metrics) -> Metrics:
     """The metrics of a whole batch: sums over experts become numbers; others stay."""
-    if EXPERTS not in metrics:
-        return metrics
     sums = metrics[EXPERTS]
     num_layers, num_experts = sums.load.shape
     share_LE = sums.load / jnp.maximum(jnp.sum(sums.load, axis=1, keepdims=True), 1)

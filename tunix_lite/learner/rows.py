@@ -1,7 +1,7 @@
 """Lays out the sequences of a batch as rows on the mesh, and brings values back from there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,6 +15,9 @@ from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
+# fields of a RowBatch that say where its tokens stand, and which are scored in packed rows
+PLACES = ("segment_ids", "positions", "completion_ids")
+SCORED_COLUMNS = ("scored", "previous", "is_scored", "num_parts")
 
 
 @dataclass(frozen=True)
@@ -49,62 +52,61 @@ class RowLayout:
         """The batch in rows on the mesh, and where its tokens went. Raises ValueError where a field
         has another shape than tokens, where tokens count outside of the last `num_scored` columns,
         and as packing.packed and packing.unpacked do."""
-        # Every field and every stream has a value per token; a stream may have a vector.
-        arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        del arrays["streams"], arrays["constants"]
-        for name, value in batch.streams.items():
-            arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
-        if batch.routes is not None:
-            arrays["routes"] = batch.routes[..., 0]
+        # every value about a token goes where its token goes
         shape = np.shape(batch.tokens)
-        for name, value in arrays.items():
-            if value is not None and np.shape(value) != shape:
+        for path, value in jax.tree_util.tree_leaves_with_path(batch):
+            if np.shape(value)[:2] != shape:
                 raise ValueError(
-                    f"batch.{name} has shape {list(np.shape(value))}, and tokens have "
-                    f"{list(shape)}: a batch holds one value per token, [B, T]"
+                    f"batch{jax.tree_util.keystr(path)} has shape {list(np.shape(value))}, and "
+                    f"tokens have {list(shape)}: a batch holds one value per token, [B, T]"
                 )
-
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
-            # a sequence a row; a slice finds the scored tokens, in the last columns
             packed = packing.unpacked(
                 batch.token_mask, counts_BT, batch.segment_ids, self.num_rows
             )
-            width = counts_BT.shape[1]
-            needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
-            last = self.num_scored
-            if last is None:
-                # in quarters of a row, so that few programs are compiled
-                quarter = -(-width // 4)
-                last = min(width - 1, -(-needed // quarter) * quarter)
-            elif needed > last:
-                raise ValueError(
-                    f"tokens count in the last {needed} columns, but num_scored={last}"
-                )
-            missing = len(packed.source) - len(counts_BT)
-            is_scored = np.pad(counts_BT[:, width - last :], ((0, missing), (0, 0)))
-            scored_columns = {"is_scored": is_scored}
+            columns = {"is_scored": self._last_columns(packed.place(counts_BT))}
         else:
             counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
             packed = packing.packed(
                 batch.tokens, batch.token_mask, counts_BT, self.shape, *counts
             )
-            names = ("scored", "previous", "is_scored", "num_parts")
-            scored_columns = {name: getattr(packed, name) for name in names}
+            columns = {name: getattr(packed, name) for name in SCORED_COLUMNS}
+        values = vars(jax.tree.map(packed.place, batch))
+        layout = {name: getattr(packed, name) for name in PLACES} | columns
+        rows = RowBatch(**values | layout, **self.lanes(packed.row_shape))
+        return jax.tree.map(on_mesh, rows.replace(max_parts=self.num_parts)), packed
 
-        # every value about a token goes where its token goes
-        placed = vars(jax.tree.map(packed.place, batch.replace(segment_ids=None)))
-        del placed["segment_ids"]
-        rows = RowBatch(
-            **placed,
-            **scored_columns,
-            **self.lanes(packed.row_shape),
-            max_parts=self.num_parts,
-            segment_ids=packed.segment_ids,
-            positions=packed.positions,
-            completion_ids=packed.completion_ids,
-        )
-        return jax.tree.map(on_mesh, rows), packed
+    def _last_columns(self, counts_RW: np.ndarray) -> np.ndarray:
+        """The scored tokens of unpacked rows, [R, M] bool: a slice of the last columns has them
+        all."""
+        width = counts_RW.shape[1]
+        needed = width - int(counts_RW.any(axis=0).argmax()) if counts_RW.any() else 1
+        last = self.num_scored
+        if last is None:
+            # in quarters of a row, so that few programs are compiled
+            quarter = -(-width // 4)
+            last = min(width - 1, -(-needed // quarter) * quarter)
+        elif needed > last:
+            raise ValueError(
+                f"tokens count in the last {needed} columns, but num_scored={last}"
+            )
+        return counts_RW[:, width - last :]
+
+
+def at_scored(
+    x_RW: jax.Array, batch: RowBatch, columns_RM: jax.Array | None, before: int = 0
+) -> jax.Array:
+    """Values [R, W] or [R, W, K] at the scored tokens: [R, M] or [R, M, K]. columns_RM: scored or
+    previous of the batch; None: the rows are not packed, and it is the last M columns, or those
+    that many `before` them."""
+    if columns_RM is None:
+        # a slice: gathers take a CPU twice as long as the head
+        stop = x_RW.shape[1] - before
+        return x_RW[:, stop - batch.is_scored.shape[1] : stop]
+    if x_RW.ndim == 3:
+        columns_RM = columns_RM[..., None]
+    return jnp.take_along_axis(x_RW, columns_RM, axis=1)
 
 
 def row_shapes(
@@ -172,6 +174,4 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
 def on_mesh(x: np.ndarray | int) -> jax.Array:
     """An array of a batch on the mesh: its rows divided over fsdp; whole on every device where fsdp
     does not divide their number, as a number is. One of jax is there already."""
-    if isinstance(x, jax.Array):
-        return x
-    return put(x, *("batch", "seq", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
+    return x if isinstance(x, jax.Array) else put(x, *("batch", "seq", "seq")[: np.ndim(x)])

@@ -21,6 +21,7 @@ from tunix_lite.learner.routing import (
     NUM_TOKENS,
     RouterLoss,
     with_expert_metrics,
+    with_experts,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
@@ -97,36 +98,69 @@ class TrainStep:
     ) -> Sums:
         """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
         as loss_weight is normalised. number: of the update, which dropout depends on."""
-        keys_R = None
         if self.lora is not None and self.lora.dropout > 0:
-            # One key per sequence of the whole batch: what is dropped does not depend on
-            # micro-batches or the mesh.
-            key = jax.random.fold_in(
-                jax.random.fold_in(jax.random.key(self.seed), DROPOUT), number
-            )
-            rows = jnp.arange(len(batch.tokens))
-            keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+            batch = self.with_dropout(batch, number)
+        return self.sums(self.gradient, params, frozen, batch, grad_shardings, self.sync_every)
+
+    def sums(
+        self,
+        of_part: Callable[[Params, Params | None, RowBatch], Sums],
+        params: Params,
+        frozen: Params | None,
+        batch: RowBatch,
+        grad_shardings: Any = None,
+        sync_every: int = 1,
+    ) -> Sums:
+        """The sums of (params, frozen, micro-batch) -> (gradient, metrics) over the whole batch."""
         constants = batch.constants
         if self.router_loss is not None:
-            constants = self.with_router_totals(params, frozen, batch, keys_R)
-        grads, metrics = accumulate(
-            partial(self.gradient, params, frozen, constants=constants),
-            (batch.per_row, keys_R),
-            batch.max_parts,
-            batch.num_parts,
-            grad_shardings,
-            self.sync_every,
-        )
-        return grads, with_expert_metrics(metrics)
+            constants = self.with_router_totals(params, frozen, batch)
+
+        def of_rows(rows: RowBatch) -> Sums:
+            return of_part(params, frozen, rows.with_constants(constants))
+
+        sizes = batch.max_parts, batch.num_parts
+        grads, metrics = accumulate(of_rows, batch.per_row, *sizes, grad_shardings, sync_every)
+        return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
+
+    def gradient(self, params: Params, frozen: Params | None, batch: RowBatch) -> Sums:
+        """The gradient of a micro-batch, and its metrics."""
+        grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, batch)
+        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
+        return jax.tree.map(jnp.conj, grads), metrics
+
+    def objective(
+        self, params: Params, frozen: Params | None, batch: RowBatch
+    ) -> tuple[jax.Array, Metrics]:
+        """The loss of a micro-batch, and its metrics."""
+        acting = acting_params(frozen, params, self.lora, batch.dropout_keys)
+        scores = self.policy.scores(acting, batch)
+        loss, metrics = self.algorithm.loss(scores, batch)
+        if scores.experts is not None:
+            loss, metrics = with_experts(
+                self.router_loss, scores.experts, batch, loss, metrics
+            )
+        ours = {"train/loss": loss}
+        if scores.entropy is not None:
+            ours["train/entropy"] = jnp.sum(batch.loss_weight * scores.entropy)
+        return loss, ours | metrics
+
+    def with_dropout(self, batch: RowBatch, number: jax.Array) -> RowBatch:
+        """The batch with a key per sequence, so that what is dropped does not depend on
+        micro-batches or the mesh."""
+        key = jax.random.fold_in(jax.random.key(self.seed), DROPOUT)
+        key = jax.random.fold_in(key, number)
+        rows = jnp.arange(len(batch.tokens))
+        keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+        return batch.replace(dropout_keys=keys_R)
 
     def with_router_totals(
-        self, params: Params, frozen: Params | None, batch: RowBatch, keys_R: jax.Array | None
+        self, params: Params, frozen: Params | None, batch: RowBatch
     ) -> dict[str, jax.Array | None]:
         """The constants of the batch, and what the losses of routers need of all of it."""
 
-        def load_of(part: tuple[RowBatch, jax.Array | None]) -> Sums:
-            rows, keys_R = part
-            acting = acting_params(frozen, params, self.lora, keys_R)
+        def load_of(rows: RowBatch) -> Sums:
+            acting = acting_params(frozen, params, self.lora, rows.dropout_keys)
             scores = self.policy.scores(acting, rows.with_constants(batch.constants))
             return {}, {LOAD: scores.experts.load}
 
@@ -134,47 +168,10 @@ class TrainStep:
         # pass, unless a micro-batch is all of it.
         totals = {LOAD: None}
         if batch.max_parts > 1 and self.router_loss.aux_coef:
-            parts = (batch.per_row, keys_R)
-            sizes = (batch.max_parts, batch.num_parts, None, self.sync_every)
-            totals = accumulate(load_of, parts, *sizes)[1]
+            sizes = batch.max_parts, batch.num_parts, None, self.sync_every
+            totals = accumulate(load_of, batch.per_row, *sizes)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
         return (batch.constants or {}) | totals
-
-    def gradient(
-        self,
-        params: Params,
-        frozen: Params | None,
-        part: tuple[RowBatch, jax.Array | None],
-        constants: dict | None = None,
-    ) -> tuple[Params, Metrics]:
-        """The gradient of a micro-batch: its rows and their dropout keys."""
-        grads, metrics = jax.grad(self.objective, has_aux=True)(
-            params, frozen, part, constants
-        )
-        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
-        return jax.tree.map(jnp.conj, grads), metrics
-
-    def objective(
-        self,
-        params: Params,
-        frozen: Params | None,
-        part: tuple[RowBatch, jax.Array | None],
-        constants: dict | None = None,
-    ) -> tuple[jax.Array, Metrics]:
-        """The loss of a micro-batch, and its metrics."""
-        batch, keys_R = part
-        acting = acting_params(frozen, params, self.lora, keys_R)
-        scores = self.policy.scores(acting, batch.with_constants(constants))
-        loss, metrics = self.algorithm.loss(scores, batch)
-        if scores.experts is not None:
-            metrics = {**metrics, EXPERTS: jax.lax.stop_gradient(scores.experts)}
-        if self.router_loss is not None:
-            loss += self.router_loss(scores.experts, constants[LOAD], constants[NUM_TOKENS])
-        ours = {"train/loss": loss}
-        if scores.entropy is not None:
-            entropy = jnp.sum(batch.loss_weight * scores.entropy)
-            ours["train/entropy"] = jax.lax.stop_gradient(entropy)
-        return loss, ours | metrics
 
     @functools.cached_property
     def compile_metrics(self) -> Callable[..., jax.stages.Compiled]:
@@ -187,15 +184,10 @@ class TrainStep:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
 
-        constants = batch.constants
-        if self.router_loss is not None:
-            constants = self.with_router_totals(params, frozen, batch, None)
+        def of_part(*arguments: Params | RowBatch | None) -> Sums:
+            return {}, self.objective(*arguments)[1]
 
-        def of_part(part: RowBatch) -> Sums:
-            return {}, self.objective(params, frozen, (part, None), constants)[1]
-
-        sums = accumulate(of_part, batch.per_row, batch.max_parts, batch.num_parts)
-        return with_expert_metrics(sums[1])
+        return self.sums(of_part, params, frozen, batch)[1]
 
 
 def apply(
@@ -208,28 +200,15 @@ def apply(
     """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
     gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
     step is counted. seed: of rounding."""
-    norm = optax.tree.norm(widen(grads))
-    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     old = state.params, state.opt_state
-    params = widen(state.params)
-    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
+    grads, (params, opt_state) = widen((grads, old))
+    updates, opt_state = optimizer.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), opt_state
+    new = rounded_like(old, new, seed, state.step)
 
-    # What is kept in bfloat16 is rounded by chance: to the nearest, an update of less than half a
-    # last digit would never arrive. The numbers come from (seed, step), the same on every mesh.
-    old_leaves = jax.tree.leaves(old)
-    leaves, form = jax.tree.flatten(new)
-    if [x.dtype for x in leaves] != [x.dtype for x in old_leaves]:
-        key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-        key = jax.random.fold_in(key, state.step)
-        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        rounded = [
-            round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, old_leaves, keys)
-        ]
-        new = form.unflatten(rounded)
-
+    norm = optax.tree.norm(grads)
     size = optax.tree.norm(updates)
-    is_finite &= jnp.isfinite(size)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
     params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
     metrics = {
         "train/grad_norm": norm,
@@ -247,6 +226,20 @@ def widen(tree: Any) -> Any:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
 
     return jax.tree.map(in_float32, tree)
+
+
+def rounded_like(old: Any, new: Any, seed: int, step: jax.Array) -> Any:
+    """The new tree in the types of the old one. What is kept in bfloat16 is rounded by chance: to
+    the nearest, an update of less than half a last digit would never arrive. The numbers come from
+    (seed, step), the same on every mesh."""
+    leaves, form = jax.tree.flatten(new)
+    types = [x.dtype for x in jax.tree.leaves(old)]
+    if [x.dtype for x in leaves] == types:
+        return new
+    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+    key = jax.random.fold_in(key, step)
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    return form.unflatten(map(round_by_chance, leaves, types, keys))
 
 
 def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
