@@ -395,7 +395,7 @@ def found_slope(algorithm, is_stale):
     rollout = Rollout(column(np.arange(5)).astype(int), mask | True, mask, old, finished.astype(np.int8), old)
     rewards_PG = rewards[None]
     graded = Graded([], [], rewards, rewards > 0, [], {}, np.zeros(5, bool))
-    groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool))
+    groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool), {})
     groups = algorithm.selected(groups)
 
     # scorers give nothing where no token counts

@@ -155,8 +155,12 @@ def test_every_counted_token_stands_once_and_sees_its_own_sequence_up_to_itself(
     (tokens, mask, counts), layout, *_ = made
     rows, source = layout.place(tokens), layout.source
     seen = []
+    scored, previous = layout.scored, layout.previous
+    if scored is None:  # the last columns
+        scored = np.broadcast_to(np.arange(tokens.shape[1]), rows.shape)[:, -layout.is_scored.shape[1] :]
+        previous = scored - 1
     for row, nth in np.argwhere(layout.is_scored):
-        column, before = layout.scored[row, nth], layout.previous[row, nth]
+        column, before = scored[row, nth], previous[row, nth]
         b, t = divmod(source[row, column], tokens.shape[1])
         seen.append((b, t))
         sequence = tokens[b, : t + 1][mask[b, : t + 1]]
@@ -166,8 +170,9 @@ def test_every_counted_token_stands_once_and_sees_its_own_sequence_up_to_itself(
         # what predicts it is the last it sees; that one sees all before it, or the start of its own branch
         assert before == columns[-2] and visible(layout, row, before) == columns[:-1]
     assert sorted(seen) == [tuple(place) for place in np.argwhere(counts)]
-    assert (np.diff(layout.scored, axis=1)[layout.is_scored[:, 1:]] > 0).all()  # in order
-    assert not layout.scored[~layout.is_scored].any() and not layout.previous[~layout.is_scored].any()
+    assert (np.diff(scored, axis=1)[layout.is_scored[:, 1:]] > 0).all()  # in order
+    if layout.scored is not None:
+        assert not scored[~layout.is_scored].any() and not previous[~layout.is_scored].any()
     # what is placed comes back at the tokens that count
     x_BT = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) + 1
     np.testing.assert_array_equal(layout.back(layout.place(x_BT)), np.where(counts, x_BT, 0))

@@ -46,8 +46,8 @@ class Groups:
     rewards_PG: np.ndarray  # float64; nan where a reward failed and rewards.on_error=drop
     # bool: False where dropped, and where one is compared, but not learned from
     learned_PG: np.ndarray
-    # metrics of all completions that were sampled; None: the groups hold all of them
-    of_all: Metrics | None = None
+    # of sampling and of the rewards of all completions that were sampled
+    metrics: Metrics
     # parts of the rewards beside those of the task, [P, G], by name
     added: dict[str, np.ndarray] = field(default_factory=dict)
     # factor of a reward for each turn between it and the turn that gets it; None: credit=end
@@ -146,14 +146,6 @@ class Groups:
         """[P] bool: the rewards of the group are all equal, so that nothing is to be learned."""
         return groups_that_agree(self.rewards_PG)
 
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of sampling and of the rewards, and the share of zero-advantage groups."""
-        if self.of_all is not None:
-            return dict(self.of_all)
-        agree = float(self.agree.mean())
-        return self.rollout.metrics | self.graded.metrics | {"reward/groups_that_agree": agree}
-
 
 def sample_groups(
     policy: Policy,
@@ -177,7 +169,9 @@ def sample_groups(
     )
     graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
-    groups = Groups(rollout, graded, rewards_PG, learned_PG=~np.isnan(rewards_PG))
+    agree = float(groups_that_agree(rewards_PG).mean())
+    metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
+    groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
     if rollout.conversations is not None:
         groups = _of_conversations(groups, task)
@@ -312,7 +306,7 @@ def sample_mixed_groups(
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=rewards_PG[chosen],
         learned_PG=learned_PG[chosen] & is_mixed[chosen][:, None],
-        of_all=metrics,
+        metrics=metrics,
         turn_discount=rounds[0].turn_discount,
     )
 

@@ -48,13 +48,14 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     bounded_RW = clipped_RW * terms.advantages
     # The lower of the two is a pessimist: a step that goes too far gains nothing, and one that must
     # come back still has its gradient.
-    gain_RW = jnp.minimum(plain_RW, bounded_RW)
-    limited_RW = plain_RW > bounded_RW
-    if dual is None:
-        return Gain(gain_RW, limited_RW)
-    least_RW = dual * terms.advantages
-    is_beyond_RW = (terms.advantages < 0) & (gain_RW < least_RW)
-    return Gain(jnp.where(is_beyond_RW, least_RW, gain_RW), limited_RW | is_beyond_RW)
+    gain = Gain(jnp.minimum(plain_RW, bounded_RW), plain_RW > bounded_RW)
+    return gain if dual is None else _not_below(gain, dual, terms.advantages)
+
+
+def _not_below(gain: Gain, dual: float, advantages_RW: jax.Array) -> Gain:
+    least_RW = dual * advantages_RW
+    is_beyond_RW = (advantages_RW < 0) & (gain.gain < least_RW)
+    return Gain(jnp.where(is_beyond_RW, least_RW, gain.gain), gain.limited | is_beyond_RW)
 
 
 def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:

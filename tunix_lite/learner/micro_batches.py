@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.basics.types import Max, Metrics
+from tunix_lite.basics.types import Max, Metrics, RowBatch
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 
 # a pytree of arrays
@@ -30,30 +30,28 @@ def cut(batch: Tree, parts: int) -> Tree:
     shards = axis_size("fsdp")
 
     def divide(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // (shards * parts)
-        x = x.reshape(shards, parts, rows, *x.shape[1:])
+        inner = x.shape[1:]
         # no row may leave its shard: that would be communication in every part
-        x = x.swapaxes(0, 1)
-        x = x.reshape(parts, shards * rows, *x.shape[3:])
-        return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
+        x = x.reshape(shards, parts, -1, *inner).swapaxes(0, 1).reshape(parts, -1, *inner)
+        return constrain(x, "layers", "batch", *["seq"] * len(inner))
 
     return jax.tree.map(divide, batch)
 
 
 def accumulate(
-    fn: Callable[[Tree], Sums],
-    batch: Tree,
-    parts: int,
-    num_used: jax.Array | None = None,
+    fn: Callable[[RowBatch], Sums],
+    batch: RowBatch,
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
-    """The sums of fn over the parts of a batch: (grads, metrics), exact, as both are plain sums. Of
-    a `Max` among the metrics it is the largest.
+    """The sums of fn over the micro-batches of a batch: (grads, metrics), exact, as both are plain
+    sums. Of a `Max` among the metrics it is the largest.
 
-    num_used: how many parts hold something, a traced number; None: all. grad_shardings: where each
-    gradient lies; None: wherever the compiler likes. Gradients cross the mesh once in `sync_every`
-    parts."""
+    grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
+    mesh once in `sync_every` micro-batches."""
+
+    def of_part(rows: RowBatch) -> Sums:
+        return fn(rows.with_constants(batch.constants))
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -62,15 +60,16 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    num_used = parts if num_used is None else num_used
+    parts = batch.max_parts
+    num_used = parts if batch.num_parts is None else batch.num_parts
     if sync_every > 1 and axis_size("fsdp") > 1:
-        fn = _sum_per_shard(fn, sync_every, grad_shardings)
-        batch = _cut_per_shard(batch, parts // sync_every, sync_every)
-        sums = _sum_parts(fn, batch, -(-num_used // sync_every), place)
+        of_part = _sum_per_shard(of_part, sync_every, grad_shardings)
+        rows = _cut_per_shard(batch.per_row, parts // sync_every, sync_every)
+        sums = _sum_parts(of_part, rows, -(-num_used // sync_every), place)
     elif parts > 1:
-        sums = _sum_parts(fn, cut(batch, parts), num_used, place)
+        sums = _sum_parts(of_part, cut(batch.per_row, parts), num_used, place)
     else:
-        sums = place(fn(batch))
+        sums = place(of_part(batch.per_row))
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 

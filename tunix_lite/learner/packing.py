@@ -74,12 +74,14 @@ class Packed:
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
     # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
     completion_ids: np.ndarray | None
-    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none
-    scored: np.ndarray
-    previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
+    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none. None: the last M
+    scored: np.ndarray | None
+    # [R, M] int32, the column whose hidden state predicts that token; None: the one before it
+    previous: np.ndarray | None
     is_scored: np.ndarray  # [R, M] bool
     shape: tuple[int, int]  # (B, T)
-    num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
+    # micro-batches that hold anything; None where the rows are the sequences: all do
+    num_parts: np.int32 | None
     row_shape: RowShape  # one of RowShape.prefixes
 
     def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
@@ -95,7 +97,8 @@ class Packed:
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros((*self.shape, *x_RW.shape[2:]), x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)
-        columns = self.scored[rows, nth]
+        last = x_RW.shape[1] - self.is_scored.shape[1]
+        columns = last + nth if self.scored is None else self.scored[rows, nth]
         flat = x_BT.reshape(-1, *x_RW.shape[2:])
         flat[self.source[rows, columns]] = x_RW[rows, columns]
         return x_BT
@@ -106,11 +109,13 @@ def unpacked(
     counts_BT: np.ndarray,
     segment_ids_BT: np.ndarray | None = None,
     num_rows: int = 0,
+    num_scored: int | None = None,
 ) -> Packed:
     """The rows are the sequences, unchanged, whose real tokens must be contiguous, and empty rows
     where there are fewer than num_rows. counts_BT: which tokens count. segment_ids_BT: the
-    documents of each sequence, as in Batch; None: it is one. Raises ValueError where a token counts
-    that nothing predicts."""
+    documents of each sequence, as in Batch; None: it is one. num_scored: the last columns, which
+    have all tokens that count; None: as many as needed. Raises ValueError where a token counts that
+    nothing predicts, or outside of these columns."""
     counts_BT = np.asarray(counts_BT, bool)
     segment_ids_BT = token_mask_BT if segment_ids_BT is None else segment_ids_BT
     segment_ids_BT = np.asarray(segment_ids_BT, np.int32)
@@ -123,8 +128,17 @@ def unpacked(
         segment_ids_BT = np.pad(segment_ids_BT, below)
         counts_BT = np.pad(counts_BT, below)
 
-    # positions begin anew with each document
+    # a slice of the last columns has all scored tokens
     T = shape[1]
+    needed = T - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
+    if num_scored is None:
+        # in quarters of a row, so that few programs are compiled
+        quarter = -(-T // 4)
+        num_scored = min(T - 1, -(-needed // quarter) * quarter)
+    elif needed > num_scored:
+        raise ValueError(f"tokens count in the last {needed} columns, but {num_scored=}")
+
+    # positions begin anew with each document
     columns = np.arange(T, dtype=np.int32)
     is_first = np.diff(segment_ids_BT, axis=1, prepend=0) != 0
     starts = np.maximum.accumulate(np.where(is_first, columns, 0), axis=1)
@@ -133,9 +147,11 @@ def unpacked(
         segment_ids=segment_ids_BT,
         positions=np.where(segment_ids_BT > 0, columns - starts, 0),
         completion_ids=None,
-        **_scored(counts_BT, np.broadcast_to(columns - 1, counts_BT.shape), RowShape(T)),
+        scored=None,
+        previous=None,
+        is_scored=counts_BT[:, T - num_scored :],
         shape=shape,
-        num_parts=1,
+        num_parts=None,
         row_shape=RowShape(T),
     )
 
@@ -203,7 +219,7 @@ def packed(
         **arrays,
         **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
-        num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
+        num_parts=np.int32(max(1, -(-len(fills) // (shards * rows_per_part)))),
         row_shape=shape,
     )
 

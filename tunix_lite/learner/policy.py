@@ -178,11 +178,11 @@ def batch_scores(
 def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
     """Values [R, M] or [R, M, K] of scored tokens back at the columns of their tokens, [R, W] or
     [R, W, K], 0 elsewhere."""
-    R, W = batch.tokens.shape
     R, M, *inner = x_RM.shape
+    W = batch.tokens.shape[1]
     # a row may have fewer scored tokens than M; the rest belongs to no token
     is_scored = batch.is_scored.reshape(R, M, *[1] * len(inner))
-    x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
+    x_RM = jnp.where(is_scored, x_RM, 0)
     if batch.scored is None:
         return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * len(inner)))
     rows = jnp.zeros((R, W, *inner), x_RM.dtype)

@@ -15,9 +15,16 @@ from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
-# fields of a RowBatch that say where its tokens stand, and which are scored in packed rows
-PLACES = ("segment_ids", "positions", "completion_ids")
-SCORED_COLUMNS = ("scored", "previous", "is_scored", "num_parts")
+# fields of a RowBatch that say where its tokens stand
+PLACES = (
+    "segment_ids",
+    "positions",
+    "completion_ids",
+    "scored",
+    "previous",
+    "is_scored",
+    "num_parts",
+)
 
 
 @dataclass(frozen=True)
@@ -63,35 +70,16 @@ class RowLayout:
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
             packed = packing.unpacked(
-                batch.token_mask, counts_BT, batch.segment_ids, self.num_rows
+                batch.token_mask, counts_BT, batch.segment_ids, self.num_rows, self.num_scored
             )
-            columns = {"is_scored": self._last_columns(packed.place(counts_BT))}
         else:
-            counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
-            packed = packing.packed(
-                batch.tokens, batch.token_mask, counts_BT, self.shape, *counts
-            )
-            columns = {name: getattr(packed, name) for name in SCORED_COLUMNS}
+            sizes = self.shape, self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
-        layout = {name: getattr(packed, name) for name in PLACES} | columns
-        rows = RowBatch(**values | layout, **self.lanes(packed.row_shape))
-        return jax.tree.map(on_mesh, rows.replace(max_parts=self.num_parts)), packed
-
-    def _last_columns(self, counts_RW: np.ndarray) -> np.ndarray:
-        """The scored tokens of unpacked rows, [R, M] bool: a slice of the last columns has them
-        all."""
-        width = counts_RW.shape[1]
-        needed = width - int(counts_RW.any(axis=0).argmax()) if counts_RW.any() else 1
-        last = self.num_scored
-        if last is None:
-            # in quarters of a row, so that few programs are compiled
-            quarter = -(-width // 4)
-            last = min(width - 1, -(-needed // quarter) * quarter)
-        elif needed > last:
-            raise ValueError(
-                f"tokens count in the last {needed} columns, but num_scored={last}"
-            )
-        return counts_RW[:, width - last :]
+        places = {name: getattr(packed, name) for name in PLACES}
+        lanes = self.lanes(packed.row_shape)
+        rows = RowBatch(**values | places, **lanes, max_parts=self.num_parts)
+        return jax.tree.map(on_mesh, rows), packed
 
 
 def at_scored(

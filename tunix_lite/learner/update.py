@@ -100,27 +100,10 @@ class TrainStep:
         as loss_weight is normalised. number: of the update, which dropout depends on."""
         if self.lora is not None and self.lora.dropout > 0:
             batch = self.with_dropout(batch, number)
-        return self.sums(self.gradient, params, frozen, batch, grad_shardings, self.sync_every)
-
-    def sums(
-        self,
-        of_part: Callable[[Params, Params | None, RowBatch], Sums],
-        params: Params,
-        frozen: Params | None,
-        batch: RowBatch,
-        grad_shardings: Any = None,
-        sync_every: int = 1,
-    ) -> Sums:
-        """The sums of (params, frozen, micro-batch) -> (gradient, metrics) over the whole batch."""
-        constants = batch.constants
         if self.router_loss is not None:
-            constants = self.with_router_totals(params, frozen, batch)
-
-        def of_rows(rows: RowBatch) -> Sums:
-            return of_part(params, frozen, rows.with_constants(constants))
-
-        sizes = batch.max_parts, batch.num_parts
-        grads, metrics = accumulate(of_rows, batch.per_row, *sizes, grad_shardings, sync_every)
+            batch = self.with_router_totals(params, frozen, batch)
+        gradient = partial(self.gradient, params, frozen)
+        grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 
     def gradient(self, params: Params, frozen: Params | None, batch: RowBatch) -> Sums:
@@ -156,22 +139,20 @@ class TrainStep:
 
     def with_router_totals(
         self, params: Params, frozen: Params | None, batch: RowBatch
-    ) -> dict[str, jax.Array | None]:
-        """The constants of the batch, and what the losses of routers need of all of it."""
+    ) -> RowBatch:
+        """The batch with what the losses of routers need of all of it, as constants."""
 
         def load_of(rows: RowBatch) -> Sums:
             acting = acting_params(frozen, params, self.lora, rows.dropout_keys)
-            scores = self.policy.scores(acting, rows.with_constants(batch.constants))
-            return {}, {LOAD: scores.experts.load}
+            return {}, {LOAD: self.policy.scores(acting, rows).experts.load}
 
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
         totals = {LOAD: None}
         if batch.max_parts > 1 and self.router_loss.aux_coef:
-            sizes = batch.max_parts, batch.num_parts, None, self.sync_every
-            totals = accumulate(load_of, batch.per_row, *sizes)[1]
+            totals = accumulate(load_of, batch, None, self.sync_every)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
-        return (batch.constants or {}) | totals
+        return batch.with_constants((batch.constants or {}) | totals)
 
     @functools.cached_property
     def compile_metrics(self) -> Callable[..., jax.stages.Compiled]:
@@ -184,10 +165,13 @@ class TrainStep:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
 
-        def of_part(*arguments: Params | RowBatch | None) -> Sums:
-            return {}, self.objective(*arguments)[1]
+        def of_part(rows: RowBatch) -> Sums:
+            return {}, self.objective(params, frozen, rows)[1]
 
-        return self.sums(of_part, params, frozen, batch)[1]
+        if self.router_loss is not None:
+            batch = self.with_router_totals(params, frozen, batch)
+        _, metrics = accumulate(of_part, batch)
+        return with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 
 
 def apply(
@@ -204,7 +188,8 @@ def apply(
     grads, (params, opt_state) = widen((grads, old))
     updates, opt_state = optimizer.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), opt_state
-    new = rounded_like(old, new, seed, state.step)
+    if _types(new) != _types(old):
+        new = rounded_like(old, new, seed, state.step)
 
     norm = optax.tree.norm(grads)
     size = optax.tree.norm(updates)
@@ -233,13 +218,14 @@ def rounded_like(old: Any, new: Any, seed: int, step: jax.Array) -> Any:
     the nearest, an update of less than half a last digit would never arrive. The numbers come from
     (seed, step), the same on every mesh."""
     leaves, form = jax.tree.flatten(new)
-    types = [x.dtype for x in jax.tree.leaves(old)]
-    if [x.dtype for x in leaves] == types:
-        return new
     key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
     key = jax.random.fold_in(key, step)
     keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    return form.unflatten(map(round_by_chance, leaves, types, keys))
+    return form.unflatten(map(round_by_chance, leaves, _types(old), keys))
+
+
+def _types(tree: Any) -> list[jnp.dtype]:
+    return [x.dtype for x in jax.tree.leaves(tree)]
 
 
 def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
