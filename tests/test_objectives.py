@@ -195,14 +195,12 @@ def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learne
     """ScaleRL: two completions of 5 tokens beside two of 100; a third prompt agrees, and one of the long ones failed."""
     lengths = np.array([[5, 5], [100, 100], [7, 7]])
     mask = np.arange(100) < lengths.reshape(-1, 1)
-    learned = np.array([True, True, True, False, False, False])
-    weights = weighting.weights_of_learned(weighting.per_prompt, mask, learned, np.repeat(np.arange(3), 2), 1)
+    prompts = np.array([0, 0, 1, -1, -1, -1])
+    weights = weighting.weights_of_learned(weighting.per_prompt, mask, prompts)
     sums = weights.sum(axis=1).reshape(3, 2)
     np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
     # two mini-batches, each with a prompt
-    halves = weighting.weights_of_learned(
-        weighting.per_prompt, mask[:4], np.ones(4, bool), np.array([0, 0, 1, 1]), num_parts=2
-    )
+    halves = weighting.weights_of_learned(weighting.per_prompt, mask[:4], np.array([0, 0, 1, 1]), num_parts=2)
     np.testing.assert_allclose(halves.sum(axis=1), [1 / 2] * 4, rtol=1e-6)
     # the preset is that objective
     assert compose(["algorithm=scalerl"]).algorithm.weighting is weighting.per_prompt

@@ -393,7 +393,7 @@ def test_the_head_gets_the_gradient_of_the_value_loss(cfg, params, rollout, is_o
     rows, _ = RowLayout().lay_out(batch)
     both = networks(cfg, params, critic)
     step = train_step(cfg, critic, algorithm)
-    grads, _ = jax.jit(lambda params: step.gradient(params, None, rows))(both)
+    grads, _ = jax.jit(lambda params: step.gradients(params, None, 0, rows, None))(both)
 
     layers = both[CRITIC] if is_own else params
     meta = attention.one_sequence_per_row(batch.token_mask)
@@ -419,7 +419,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(cfg, params, 
     shape = RowShape(2 * width) if packing == "sequences" else RowShape(int(new), 4, width - int(new))
     packed, _ = RowLayout(packing, 1, None, shape, rows_per_part=8).lay_out(batch)
     single, _ = RowLayout().lay_out(batch)
-    gradient = jax.jit(lambda params, rows: step.gradient(params, None, rows))
+    gradient = jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, None))
     (a, of_single), (b, of_packed) = gradient(both, single), gradient(both, packed)
     for name in ("train/loss", "train/value_loss", "train/value_clipped"):
         np.testing.assert_allclose(of_packed[name], of_single[name], rtol=1e-5)

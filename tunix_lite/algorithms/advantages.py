@@ -192,8 +192,8 @@ def advantages_of_kept(
     compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
     # One that sees the batch has to know who is missing, so it gets nan in their places.
     if takes(advantages, "whole"):
-        values_PG = advantages(np.where(compared_PG, rewards_PG, np.nan), whole=whole())
-        return np.where(compared_PG, values_PG, 0.0)
+        compared_rewards_PG = np.where(compared_PG, rewards_PG, np.nan)
+        return np.where(compared_PG, advantages(compared_rewards_PG, whole=whole()), 0.0)
     result_PG = np.zeros(rewards_PG.shape)
     for compared_G in np.unique(compared_PG, axis=0):
         if compared_G.any():

@@ -23,6 +23,11 @@ from tunix_lite.basics.types import (
     TokenScores,
 )
 
+# what an algorithm collects: the batch, metrics, and the graded completions (None: there are none)
+Collected = tuple[Batch, Metrics, Graded | None]
+# a loss, a number, and its metrics
+LossAndMetrics = tuple[jax.Array, Metrics]
+
 
 class Generate(Protocol):
     """Samples completions. A policy may take more settings than these."""
@@ -251,14 +256,14 @@ class Algorithm(Protocol):
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded | None]:
+    ) -> Collected:
         """Returns the batch to learn from ([B, T], arrays of the host), metrics, to which the
         caller may add, and the graded completions for the samples files (None: there are none).
 
         examples: P rows of data; with `needs.rounds`, P of each round. key: of this step's
         sampling."""
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
         [R, W].
 

@@ -65,15 +65,14 @@ class Groups:
         advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
         # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
-        P, G = self.learned_PG.shape
+        prompt_P1 = np.arange(len(self.learned_PG))[:, None]
         return Batch(
             tokens=self.rollout.tokens,
             token_mask=self.rollout.token_mask,
             loss_weight=weights_of_learned(
                 weighting,
                 np.asarray(self.rollout.completion_mask),
-                self.learned_PG.reshape(-1),
-                np.repeat(np.arange(P), G),
+                np.where(self.learned_PG, prompt_P1, -1).reshape(-1),
                 num_mini_batches,
             ),
             advantages=self.token_advantages(advantages, advantage_clip),

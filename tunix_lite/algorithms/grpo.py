@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms import kl
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, takes
+from tunix_lite.algorithms.algorithm import (
+    Collected,
+    LossAndMetrics,
+    Needs,
+    Policy,
+    TaskInterface,
+    takes,
+)
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
 from tunix_lite.algorithms.groups import (
     Groups,
@@ -27,7 +34,7 @@ from tunix_lite.algorithms.groups import (
 from tunix_lite.algorithms.objective import Objective
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,13 @@ class GRPO(Objective):
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded]:
+    ) -> Collected:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
         sample = sample_groups
         if self.agreeing_groups == "replace":
             sample = partial(sample_mixed_groups, max_rounds=self.max_rounds)
         groups = sample(policy, task, params, examples, key, self.num_generations)
-        metrics = groups.metrics
 
         # Settings beside the default: what is not learned from, and what is added to the rewards.
         if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
@@ -74,9 +80,9 @@ class GRPO(Objective):
         )
 
         # And log-probabilities that sampling does not give.
+        metrics = groups.metrics
         if self.old_logprobs != "whole" or self.kl_coef:
-            batch, of_scoring = self.scored(batch, groups, policy, params)
-            metrics |= of_scoring
+            batch, metrics = self.scored(batch, groups, policy, params)
         return batch, metrics, groups.graded
 
     def selected(self, groups: Groups) -> Groups:
@@ -98,7 +104,7 @@ class GRPO(Objective):
         # A KL term in the reward is of every completion that is compared, learned from or not.
         mask_BT = np.asarray(groups.rollout.completion_mask)
         learned_BT = batch.loss_weight
-        metrics: Metrics = {}
+        metrics = groups.metrics
         if self.is_kl_reward:
             batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
         if self.old_logprobs == "sampled":
@@ -118,7 +124,8 @@ class GRPO(Objective):
         batch = batch.replace(loss_weight=learned_BT)
         if self.old_logprobs == "rescored":
             # also without a correction: its metrics say how far sampler and trainer are apart
-            batch, metrics = corrected(self.correction, batch, sampler_BT)
+            batch, of_correction = corrected(self.correction, batch, sampler_BT)
+            metrics = metrics | of_correction
         if self.is_kl_reward:
             # k1 of each completion: the sum over its tokens, learned from or not
             gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
@@ -128,7 +135,7 @@ class GRPO(Objective):
             batch = batch.replace(advantages=advantages_BT)
         return batch, metrics
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
         # 0 at tokens that do not count, whatever fills them: a mean over a completion adds them up
@@ -149,11 +156,10 @@ class GRPO(Objective):
         )
 
         # the gain of each token, by its ratio and its advantage
-        bounds = None
-        if takes(self.surrogate, "bounds"):
-            bounds = Bounds(self.clip_low, self.clip_high)
-        gain = self.surrogate(terms) if bounds is None else self.surrogate(terms, bounds)
-        metrics = ratio_metrics(terms, gain, bounds)
+        clips = takes(self.surrogate, "bounds")
+        bounds = {"bounds": Bounds(self.clip_low, self.clip_high)} if clips else {}
+        gain = self.surrogate(terms, **bounds)
+        metrics = ratio_metrics(terms, gain, **bounds)
         if batch.streams or self.off_policy_delta is not None:
             gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= of_correction
@@ -165,7 +171,7 @@ class GRPO(Objective):
 
     def penalised(
         self, loss: jax.Array, terms: TokenTerms, scores: TokenScores
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> LossAndMetrics:
         """Adds the KL term, and takes off the entropy of what each token is drawn from."""
         weight_RW = terms.batch.loss_weight
         metrics: Metrics = {}

@@ -18,15 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Critic, Needs, Policy, TaskInterface, refuse
+from tunix_lite.algorithms.algorithm import (
+    Collected,
+    Critic,
+    LossAndMetrics,
+    Needs,
+    Policy,
+    TaskInterface,
+    refuse,
+)
 from tunix_lite.algorithms.gae import explained_variance, gae, whitened
 from tunix_lite.algorithms.groups import Groups, sample_groups, scored_in_parts
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import (
-    Batch,
-    Graded,
-    Metrics,
     Params,
     RowBatch,
     ValuedScores,
@@ -130,7 +135,7 @@ class PPO:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded]:
+    ) -> Collected:
         """Prompts -> completions -> rewards and values -> advantages -> the batch to learn from.
         params: of both networks."""
         groups = sample_groups(
@@ -154,7 +159,7 @@ class PPO:
         score = partial(scored_in_parts, batch=read, num_mini_batches=self.mini_batches)
         values_BT = np.float64(score(partial(policy.values, params)))
         rewards_BT = token_rewards(groups, steps_BT)
-        metrics = groups.metrics
+        metrics = dict(groups.metrics)
         if self.kl_coef:
             gap_BT = np.float64(batch.old_logprobs) - score(policy.scorers["reference"])
             k1_BT = np.where(steps_BT, gap_BT, 0.0)
@@ -186,7 +191,7 @@ class PPO:
         )
         return batch, metrics, groups.graded
 
-    def loss(self, scores: ValuedScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: ValuedScores, batch: RowBatch) -> LossAndMetrics:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         # the policy's part is GRPO's, with advantages of tokens
         policy = GRPO(

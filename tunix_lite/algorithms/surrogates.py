@@ -124,7 +124,7 @@ def policy_gradient(terms: TokenTerms) -> Gain:
 # ---- what is logged of a surrogate
 
 
-def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None) -> Metrics:
+def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None = None) -> Metrics:
     """Returns metrics of the distance between the policy and the one that sampled, also as NeMo-RL
     and prime-rl measure it, and of the surrogate's clipping. bounds: None where it has none."""
     # A metric must not become infinite while the loss, which clips too, stays finite.

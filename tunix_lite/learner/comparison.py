@@ -150,8 +150,7 @@ def with_divergence(
             spec = head_spec(len(table_VD), softcap, temperature)
             ours = (kind, spec, before_RMD, table_VD)
             theirs = {
-                name: at_scored(batch.streams[name], batch, batch.scored)
-                for name in teacher.streams(None)
+                name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)
             }
             if comparison.top_k:
                 divergence = list_divergence(*ours, theirs[TOKENS], theirs[LOGPROBS])

@@ -60,14 +60,13 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    parts = batch.max_parts
-    num_used = parts if batch.num_parts is None else batch.num_parts
-    if sync_every > 1 and axis_size("fsdp") > 1:
-        of_part = _sum_per_shard(of_part, sync_every, grad_shardings)
-        rows = _cut_per_shard(batch.per_row, parts // sync_every, sync_every)
-        sums = _sum_parts(of_part, rows, -(-num_used // sync_every), place)
-    elif parts > 1:
-        sums = _sum_parts(of_part, cut(batch.per_row, parts), num_used, place)
+    num_used = batch.max_parts if batch.num_parts is None else batch.num_parts
+    if sync_every > 1:
+        of_shards = _sum_per_shard(of_part, sync_every, grad_shardings)
+        larger = _cut_per_shard(batch.per_row, batch.max_parts // sync_every, sync_every)
+        sums = _sum_parts(of_shards, larger, -(-num_used // sync_every), place)
+    elif batch.max_parts > 1:
+        sums = _sum_parts(of_part, cut(batch.per_row, batch.max_parts), num_used, place)
     else:
         sums = place(of_part(batch.per_row))
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
@@ -81,19 +80,21 @@ def _sum_parts(
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
-    def nothing(x: jax.Array | Max) -> jax.Array | Max:
+    def start_of(x: jax.Array | Max) -> jax.Array | Max:
         if _is_max(x):
             return x.least()
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
+    def of_part(i: int | jax.Array) -> Sums:
+        return place(fn(part_of(batch, i)))
+
     def add(i: jax.Array, total: Sums) -> Sums:
-        part = place(fn(part_of(batch, i)))
-        return jax.tree.map(operator.add, total, part, is_leaf=_is_max)
+        return jax.tree.map(operator.add, total, of_part(i), is_leaf=_is_max)
 
     # shapes alone: nothing is computed twice
-    like = jax.eval_shape(fn, part_of(batch, 0))
-    start = place(jax.tree.map(nothing, like, is_leaf=_is_max))
+    like = jax.eval_shape(of_part, 0)
+    start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
     # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_parts, add, start)
 

@@ -44,6 +44,13 @@ class RowShape:
         return self.prefix_columns + self.num_lanes * self.lane_columns
 
     @property
+    def lanes(self) -> dict[str, int]:
+        """Columns of shared prompts and of each lane, as in RowBatch; {}: no prompt is shared."""
+        if not self.prefix_columns:
+            return {}
+        return {"prefix_columns": self.prefix_columns, "lane_columns": self.lane_columns}
+
+    @property
     def prefixes(self) -> list["RowShape"]:
         """This shape, and where it narrows one with fewer columns for shared prompts: a run
         compiles programs for each."""

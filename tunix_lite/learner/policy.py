@@ -164,8 +164,8 @@ def batch_scores(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
-    before_RMD = at_scored(hidden_RWD, batch, batch.previous, before=1)
-    targets_RM = at_scored(batch.tokens, batch, batch.scored)
+    before_RMD = at_scored(hidden_RWD, batch, before=1)
+    targets_RM = at_scored(batch.tokens, batch)
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     scores_RW = jax.tree.map(partial(in_rows, batch=batch), scores_RM)

@@ -49,12 +49,6 @@ class RowLayout:
         """Tokens of a packed row; 0 where the rows are the sequences."""
         return self.shape.width if self.shape else 0
 
-    def lanes(self, shape: RowShape) -> dict[str, int]:
-        """Columns of shared prompts and of each lane in rows of this shape; {}: none is shared."""
-        if self.packing != "prefix":
-            return {}
-        return {"prefix_columns": shape.prefix_columns, "lane_columns": shape.lane_columns}
-
     def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
         """The batch in rows on the mesh, and where its tokens went. Raises ValueError where a field
         has another shape than tokens, where tokens count outside of the last `num_scored` columns,
@@ -77,24 +71,20 @@ class RowLayout:
             packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
         places = {name: getattr(packed, name) for name in PLACES}
-        lanes = self.lanes(packed.row_shape)
-        rows = RowBatch(**values | places, **lanes, max_parts=self.num_parts)
+        lanes = packed.row_shape.lanes
+        rows = RowBatch(**values | places | lanes, max_parts=self.num_parts)
         return jax.tree.map(on_mesh, rows), packed
 
 
-def at_scored(
-    x_RW: jax.Array, batch: RowBatch, columns_RM: jax.Array | None, before: int = 0
-) -> jax.Array:
-    """Values [R, W] or [R, W, K] at the scored tokens: [R, M] or [R, M, K]. columns_RM: scored or
-    previous of the batch; None: the rows are not packed, and it is the last M columns, or those
-    that many `before` them."""
-    if columns_RM is None:
-        # a slice: gathers take a CPU twice as long as the head
+def at_scored(x_RW: jax.Array, batch: RowBatch, before: int = 0) -> jax.Array:
+    """Values [R, W] or [R, W, K] at the scored tokens: [R, M] or [R, M, K]. before=1: at the tokens
+    whose hidden states predict them."""
+    if batch.scored is None:
+        # the last columns, as a slice: gathers take a CPU twice as long as the head
         stop = x_RW.shape[1] - before
         return x_RW[:, stop - batch.is_scored.shape[1] : stop]
-    if x_RW.ndim == 3:
-        columns_RM = columns_RM[..., None]
-    return jnp.take_along_axis(x_RW, columns_RM, axis=1)
+    columns = batch.previous if before else batch.scored
+    return jnp.take_along_axis(x_RW, columns[..., None] if x_RW.ndim == 3 else columns, axis=1)
 
 
 def row_shapes(
@@ -122,6 +112,7 @@ def row_shapes(
     if is_packed:
         columns["scored"] = shape(M, jnp.int32)
         columns["previous"] = shape(M, jnp.int32)
+        columns |= layout.shape.lanes
         columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return RowBatch(
         tokens=shape(W, jnp.int32),
@@ -132,7 +123,6 @@ def row_shapes(
         segment_ids=shape(W, jnp.int32),
         positions=shape(W, jnp.int32),
         completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
-        **layout.lanes(layout.shape),
         max_parts=layout.num_parts,
     )
 
@@ -155,7 +145,7 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
         narrowed = narrowed.replace(num_parts=rows.num_parts, constants=rows.constants)
         for M in shape.scored_sizes:
             scored = {name: cut(M, getattr(rows, name)) for name in names}
-            every.append(narrowed.replace(**scored, **layout.lanes(shape)))
+            every.append(narrowed.replace(**scored, **shape.lanes))
     return every
 
 

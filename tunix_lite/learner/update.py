@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.algorithms.algorithm import Algorithm, LossAndMetrics, Policy
 from tunix_lite.basics.types import Metrics, Params, RowBatch, TrainState
 from tunix_lite.learner.micro_batches import Sums, accumulate
 from tunix_lite.learner.routing import (
@@ -85,7 +85,8 @@ class TrainStep:
         grads, metrics = self.gradients(
             state.params, frozen, state.step, batch, grad_shardings
         )
-        state, moved = apply(self.optimizer, state, grads, metrics["train/loss"], self.seed)
+        step = partial(apply_narrow, seed=self.seed) if is_narrow(state) else apply
+        state, moved = step(self.optimizer, state, grads, metrics["train/loss"])
         return state, metrics | moved
 
     def gradients(
@@ -102,19 +103,18 @@ class TrainStep:
             batch = self.with_dropout(batch, number)
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
-        gradient = partial(self.gradient, params, frozen)
+
+        def gradient(rows: RowBatch) -> Sums:
+            grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, rows)
+            # of a complex weight, jax gives the conjugate of the direction in which the loss rises
+            return jax.tree.map(jnp.conj, grads), metrics
+
         grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 
-    def gradient(self, params: Params, frozen: Params | None, batch: RowBatch) -> Sums:
-        """The gradient of a micro-batch, and its metrics."""
-        grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, batch)
-        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
-        return jax.tree.map(jnp.conj, grads), metrics
-
     def objective(
         self, params: Params, frozen: Params | None, batch: RowBatch
-    ) -> tuple[jax.Array, Metrics]:
+    ) -> LossAndMetrics:
         """The loss of a micro-batch, and its metrics."""
         acting = acting_params(frozen, params, self.lora, batch.dropout_keys)
         scores = self.policy.scores(acting, batch)
@@ -175,26 +175,20 @@ class TrainStep:
 
 
 def apply(
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    grads: Params,
-    loss: jax.Array,
-    seed: int,
+    optimizer: optax.GradientTransformation, state: TrainState, grads: Params, loss: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
     gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
-    step is counted. seed: of rounding."""
-    old = state.params, state.opt_state
-    grads, (params, opt_state) = widen((grads, old))
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    new = optax.apply_updates(params, updates), opt_state
-    if _types(new) != _types(old):
-        new = rounded_like(old, new, seed, state.step)
-
+    step is counted."""
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     norm = optax.tree.norm(grads)
     size = optax.tree.norm(updates)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
-    params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
+    params, opt_state = jax.tree.map(
+        partial(jnp.where, is_finite),
+        (optax.apply_updates(state.params, updates), opt_state),
+        (state.params, state.opt_state),
+    )
     metrics = {
         "train/grad_norm": norm,
         "train/update_norm": jnp.where(is_finite, size, 0.0),
@@ -203,29 +197,39 @@ def apply(
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
+def is_narrow(state: TrainState) -> bool:
+    """Whether the state has arrays in bfloat16: training.mixed_precision=bf16_params."""
+    return any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
+
+
+def apply_narrow(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads: Params,
+    loss: jax.Array,
+    seed: int,
+) -> tuple[TrainState, Metrics]:
+    """`apply` of a state that is kept in bfloat16. It is rounded by chance: to the nearest, an
+    update of less than half a last digit would never arrive. The numbers come from (seed, step),
+    the same on every mesh; what has not moved is exact, and stays."""
+    moved, metrics = apply(optimizer, widen(state), widen(grads), loss)
+    old = jax.tree.leaves((state.params, state.opt_state))
+    leaves, form = jax.tree.flatten((moved.params, moved.opt_state))
+    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+    key = jax.random.fold_in(key, state.step)
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    types = [x.dtype for x in old]
+    params, opt_state = form.unflatten(map(round_by_chance, leaves, types, keys))
+    return moved.replace(params=params, opt_state=opt_state), metrics
+
+
 def widen(tree: Any) -> Any:
-    """Floating-point arrays in float32 at least."""
+    """Arrays of bfloat16 as float32; all others as they are."""
 
     def in_float32(x: jax.Array) -> jax.Array:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
     return jax.tree.map(in_float32, tree)
-
-
-def rounded_like(old: Any, new: Any, seed: int, step: jax.Array) -> Any:
-    """The new tree in the types of the old one. What is kept in bfloat16 is rounded by chance: to
-    the nearest, an update of less than half a last digit would never arrive. The numbers come from
-    (seed, step), the same on every mesh."""
-    leaves, form = jax.tree.flatten(new)
-    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-    key = jax.random.fold_in(key, step)
-    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    return form.unflatten(map(round_by_chance, leaves, _types(old), keys))
-
-
-def _types(tree: Any) -> list[jnp.dtype]:
-    return [x.dtype for x in jax.tree.leaves(tree)]
 
 
 def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:

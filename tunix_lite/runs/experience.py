@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.algorithm import Collected, Policy
 from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import (
@@ -27,9 +27,6 @@ from tunix_lite.runs.overlap import Drawn
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
 from tunix_lite.tasks.task import Task
-
-# The result of collecting: the batch, metrics, and the graded completions if there are any.
-Collected = tuple[Batch, Metrics, Graded | None]
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1

@@ -212,7 +212,7 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         optimizer_of(resolved),
         resolved.lora,
         resolved.run.seed,
-        training.sync_gradients_every,
+        training.sync_gradients_every if resolved.fsdp > 1 else 1,
         update_options(training.scan_layers),
         router if router.is_on else None,
     )

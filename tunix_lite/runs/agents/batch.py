@@ -107,8 +107,7 @@ class EpisodeGroups:
         if rows:
             # What each token counts is made where all sequences are in view.
             prompts = np.array([prompt for *_, prompt in rows])
-            all_B = np.ones(len(rows), bool)
-            weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts, 1)
+            weights = weights_of_learned(algorithm.weighting, sampled, prompts)
         return Batch(
             tokens=filled((one.tokens for one, *_ in rows), np.int32),
             token_mask=filled((True for _ in rows), bool),
