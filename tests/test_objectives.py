@@ -225,7 +225,7 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
     rewards_PG = np.asarray(rewards_PG, float)
     state = SimpleNamespace(at=0, keys=[], prompts=[])
 
-    def generate(params, prompts, key, num_generations, on_finished):
+    def generate(params, prompts, key, num_generations, **_):
         P, G = len(prompts), num_generations
         state.keys.append(jax.random.key_data(key).tolist())
         state.prompts.append(prompts)
@@ -250,7 +250,10 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
 
     grader = SimpleNamespace(submit=None, results=results)
     task = SimpleNamespace(
-        grader=lambda group, G: grader, prompts=lambda examples: list(examples), long_prompts="error"
+        grader=lambda group, G: grader,
+        prompts=lambda examples: list(examples),
+        partner=lambda examples: None,
+        long_prompts="error",
     )
     scorer = lambda batch: np.asarray(batch.old_logprobs) - 0.25  # noqa: E731
     rescore = lambda params, batch: np.where(batch.loss_weight != 0, batch.old_logprobs + 0.1, 0)  # noqa: E731

@@ -24,7 +24,7 @@ from tunix_lite.algorithms.advantages import (
     advantages_of_kept,
     groups_that_agree,
 )
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes, who_answers
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes
 from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
 
@@ -162,10 +162,8 @@ def sample_groups(
     # The grader is there before sampling starts: rewards run while other completions are sampled.
     grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
-    answers = who_answers(task, repeated)
-    rollout = policy.generate(
-        params, prompts, key, num_generations, on_finished=grader.submit, **answers
-    )
+    options = {"on_finished": grader.submit, "partner": task.partner(repeated)}
+    rollout = policy.generate(params, prompts, key, num_generations, **options)
     graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
     agree = float(groups_that_agree(rewards_PG).mean())
