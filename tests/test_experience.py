@@ -144,4 +144,3 @@ def test_advantages_stand_at_the_tokens_of_their_turns():
     # turns worth 1 + 3/2, 3 and 2: mean 2.5
     discounted = two_conversations("discount", discount=0.5).token_advantages(centre)
     assert discounted.tolist() == [[0, 0, 0, 0, 0.5], [0, -0.5, 0, 0, 0]]
-    assert two_conversations("turn").token_advantages(centre, limit=0.5).max() == 0.5

@@ -196,7 +196,7 @@ def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learne
     lengths = np.array([[5, 5], [100, 100], [7, 7]])
     mask = np.arange(100) < lengths.reshape(-1, 1)
     prompts = np.array([0, 0, 1, -1, -1, -1])
-    weights = weighting.weights_of_learned(weighting.per_prompt, mask, prompts)
+    weights = weighting.weights_of_learned(weighting.per_prompt, mask, prompts, 1)
     sums = weights.sum(axis=1).reshape(3, 2)
     np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
     # two mini-batches, each with a prompt

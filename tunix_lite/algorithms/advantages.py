@@ -13,6 +13,9 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import takes
 
+# rewards [P, G] -> advantages [P, G]
+Advantages = Callable[..., np.ndarray]
+
 
 @dataclass(frozen=True)
 class WholeBatch:
@@ -38,9 +41,8 @@ def centre(rewards_PG: np.ndarray) -> np.ndarray:
     """r - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-    agree_P1 = rewards_PG.min(axis=1, keepdims=True) == rewards_PG.max(axis=1, keepdims=True)
     # a mean of equal numbers can be off by a rounding
-    return np.where(agree_P1, 0.0, centred_PG)
+    return np.where(np.ptp(rewards_PG, axis=1, keepdims=True) > 0, centred_PG, 0.0)
 
 
 def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
@@ -179,7 +181,7 @@ def _centred_all(values: np.ndarray) -> np.ndarray:
 
 
 def advantages_of_kept(
-    advantages: Callable[..., np.ndarray],
+    advantages: Advantages,
     rewards_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
@@ -188,18 +190,25 @@ def advantages_of_kept(
 
     `advantages` gets groups that lack the same completions together, and without them; if it has a
     parameter `whole`, everything at once, nan where dropped."""
-    kept_PG = ~np.isnan(rewards_PG)
-    compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
-    # One that sees the batch has to know who is missing, so it gets nan in their places.
     if takes(advantages, "whole"):
-        compared_rewards_PG = np.where(compared_PG, rewards_PG, np.nan)
-        return np.where(compared_PG, advantages(compared_rewards_PG, whole=whole()), 0.0)
-    result_PG = np.zeros(rewards_PG.shape)
-    for compared_G in np.unique(compared_PG, axis=0):
-        if compared_G.any():
-            here = np.ix_((compared_PG == compared_G).all(axis=1), compared_G)
+        return _advantages_of_all(advantages, rewards_PG, whole())
+    result_PG = np.zeros_like(rewards_PG)
+    kept_PG = ~np.isnan(rewards_PG)
+    for kept_G in np.unique(kept_PG, axis=0):
+        if kept_G.sum() > 1:
+            here = np.ix_((kept_PG == kept_G).all(axis=1), kept_G)
             result_PG[here] = advantages(rewards_PG[here])
     return result_PG
+
+
+def _advantages_of_all(
+    advantages: Advantages, rewards_PG: np.ndarray, whole: WholeBatch
+) -> np.ndarray:
+    # One that sees the batch has to know who is missing, so it gets nan in their places.
+    kept_PG = ~np.isnan(rewards_PG)
+    compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) > 1)
+    values_PG = advantages(np.where(compared_PG, rewards_PG, np.nan), whole=whole)
+    return np.where(compared_PG, values_PG, 0.0)
 
 
 def groups_that_agree(rewards_PG: np.ndarray) -> np.ndarray:

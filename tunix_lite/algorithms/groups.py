@@ -20,20 +20,18 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.advantages import (
+    Advantages,
     WholeBatch,
     advantages_of_kept,
     groups_that_agree,
 )
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes
-from tunix_lite.algorithms.weighting import weights_of_learned
+from tunix_lite.algorithms.weighting import Weighting, weights_of_learned
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
 
 # folded into the key of further rounds; sampling folds the number of a prompt into the key that it
 # gets
 ROUNDS = 0xD4A90
-# rewards [P, G] -> advantages [P, G]; completion mask [B, T] -> loss weights [B, T]
-Advantages = Callable[..., np.ndarray]
-Weighting = Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -58,40 +56,36 @@ class Groups:
         advantages: Advantages,
         weighting: Weighting,
         num_mini_batches: int = 1,
-        advantage_clip: float | None = None,
     ) -> Batch:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
-        advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
+        advantages: as in `token_advantages`. weighting: completion mask [B, T] ->
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
         # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
+        rollout = self.rollout
         prompt_P1 = np.arange(len(self.learned_PG))[:, None]
         return Batch(
-            tokens=self.rollout.tokens,
-            token_mask=self.rollout.token_mask,
+            tokens=rollout.tokens,
+            token_mask=rollout.token_mask,
             loss_weight=weights_of_learned(
                 weighting,
-                np.asarray(self.rollout.completion_mask),
+                np.asarray(rollout.completion_mask),
                 np.where(self.learned_PG, prompt_P1, -1).reshape(-1),
                 num_mini_batches,
             ),
-            advantages=self.token_advantages(advantages, advantage_clip),
-            old_logprobs=self.rollout.full_logprobs,
-            routes=self.rollout.routes,
+            advantages=self.token_advantages(advantages),
+            old_logprobs=rollout.full_logprobs,
+            routes=rollout.routes,
         )
 
-    def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
-        """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
-        where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        if self.turn_discount is None:
-            of_kept_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
-            advantages_B1 = of_kept_PG.reshape(-1, 1)
-            advantages_BT = np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
-        else:
-            advantages_BT = self._of_turns(function)
-        if limit is not None:
-            advantages_BT = np.clip(advantages_BT, -limit, limit)
-        return advantages_BT.astype(np.float32)
+    def token_advantages(self, function: Advantages) -> np.ndarray:
+        """[B, T] float32: the advantage of a completion at each of its tokens; 0 where dropped.
+        function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
+        if self.turn_discount is not None:
+            return self._of_turns(function)
+        of_kept_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
+        advantages_B1 = of_kept_PG.reshape(-1, 1).astype(np.float32)
+        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
 
     def _of_turns(self, function: Advantages) -> np.ndarray:
         """[B, T]: the advantage of each turn of a conversation at its tokens."""
@@ -170,9 +164,7 @@ def sample_groups(
     metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
     groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    if rollout.conversations is not None:
-        groups = _of_conversations(groups, task)
-    return groups
+    return groups if rollout.conversations is None else _of_conversations(groups, task)
 
 
 def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:

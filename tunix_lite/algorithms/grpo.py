@@ -75,15 +75,20 @@ class GRPO(Objective):
         # Settings beside the default: what is not learned from, and what is added to the rewards.
         if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
             groups = self.selected(groups)
-        batch = groups.batch(
-            self.advantages, self.weighting, self.mini_batches, self.advantage_clip
-        )
+        batch = groups.batch(self.advantages, self.weighting, self.mini_batches)
 
         # And log-probabilities that sampling does not give.
         metrics = groups.metrics
         if self.old_logprobs != "whole" or self.kl_coef:
             batch, metrics = self.scored(batch, groups, policy, params)
+        if self.advantage_clip is not None:
+            batch = self.clipped(batch)
         return batch, metrics, groups.graded
+
+    def clipped(self, batch: Batch) -> Batch:
+        """Keeps advantages within +- advantage_clip."""
+        limit = self.advantage_clip
+        return batch.replace(advantages=np.clip(batch.advantages, -limit, limit))
 
     def selected(self, groups: Groups) -> Groups:
         """Gives no weight where nothing is learned, and adds to the rewards that are compared."""
@@ -131,8 +136,7 @@ class GRPO(Objective):
             gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
             k1_B = np.where(mask_BT, gap_BT, 0.0).sum(axis=1)
             groups = groups.with_reward("kl", -self.kl_coef * k1_B)
-            advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
-            batch = batch.replace(advantages=advantages_BT)
+            batch = batch.replace(advantages=groups.token_advantages(self.advantages))
         return batch, metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
@@ -157,9 +161,9 @@ class GRPO(Objective):
 
         # the gain of each token, by its ratio and its advantage
         clips = takes(self.surrogate, "bounds")
-        bounds = {"bounds": Bounds(self.clip_low, self.clip_high)} if clips else {}
-        gain = self.surrogate(terms, **bounds)
-        metrics = ratio_metrics(terms, gain, **bounds)
+        bounds = [Bounds(self.clip_low, self.clip_high)] if clips else []
+        gain = self.surrogate(terms, *bounds)
+        metrics = ratio_metrics(terms, gain, *bounds)
         if batch.streams or self.off_policy_delta is not None:
             gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= of_correction

@@ -48,7 +48,7 @@ class SFT:
             metrics["prompts/truncated"] = task.truncated(examples)
         # each is of a prompt of its own
         prompts = np.arange(len(tokens))
-        weights = weights_of_learned(self.weighting, completion_mask, prompts)
+        weights = weights_of_learned(self.weighting, completion_mask, prompts, 1)
         batch = Batch(tokens, token_mask, weights, segment_ids=task.segments(examples))
         return batch, metrics, None
 

@@ -128,7 +128,8 @@ def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None = None) -
     """Returns metrics of the distance between the policy and the one that sampled, also as NeMo-RL
     and prime-rl measure it, and of the surrogate's clipping. bounds: None where it has none."""
     # A metric must not become infinite while the loss, which clips too, stays finite.
-    ratio_RW, gap_RW = jax.lax.stop_gradient((terms.ratio, terms.gap))
+    ratio_RW = terms.ratio
+    gap_RW = terms.gap
     bounded_RW = jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     means = {
         "train/sampler_gap": jnp.abs(gap_RW),

@@ -10,6 +10,9 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import takes
 
+# completion mask [B, T] -> loss weights [B, T]
+Weighting = Callable[..., np.ndarray]
+
 
 def per_token(completion_mask_BT: np.ndarray) -> np.ndarray:
     """Every completion token of the batch counts the same: the global token mean (DAPO,
@@ -45,10 +48,10 @@ def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
 
 
 def weights_of_learned(
-    weighting: Callable[..., np.ndarray],
+    weighting: Weighting,
     completion_mask_BT: np.ndarray,
     prompt_B: np.ndarray,
-    num_parts: int = 1,
+    num_parts: int,
 ) -> np.ndarray:
     """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
 

@@ -372,6 +372,11 @@ class RowBatch:
     lane_columns: int = flax.struct.field(pytree_node=False, default=0)
 
     @property
+    def num_used(self) -> int | jax.Array:
+        """Returns how many micro-batches run."""
+        return self.max_parts if self.num_parts is None else self.num_parts
+
+    @property
     def per_row(self) -> "RowBatch":
         """Returns the fields that have rows, which are cut into micro-batches."""
         return self.replace(num_parts=None, constants=None)

@@ -22,12 +22,16 @@ from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 Tree = Any
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Tree, Metrics]
+# what a micro-batch gives
+OfPart = Callable[[RowBatch], Sums]
+Summand = jax.Array | Max
 
 
-def cut(batch: Tree, parts: int) -> Tree:
-    """Arrays of rows [R, ...] as parts [parts, rows, ...] with equal shares of every shard.
-    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
+def cut(batch: RowBatch) -> RowBatch:
+    """The rows [R, ...] of a batch as micro-batches [parts, rows, ...] with equal shares of every
+    shard. Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
     shards = axis_size("fsdp")
+    parts = batch.max_parts
 
     def divide(x: jax.Array) -> jax.Array:
         inner = x.shape[1:]
@@ -35,23 +39,20 @@ def cut(batch: Tree, parts: int) -> Tree:
         x = x.reshape(shards, parts, -1, *inner).swapaxes(0, 1).reshape(parts, -1, *inner)
         return constrain(x, "layers", "batch", *["seq"] * len(inner))
 
-    return jax.tree.map(divide, batch)
+    return jax.tree.map(divide, batch.per_row)
 
 
 def accumulate(
-    fn: Callable[[RowBatch], Sums],
+    fn: OfPart,
     batch: RowBatch,
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
-    """The sums of fn over the micro-batches of a batch: (grads, metrics), exact, as both are plain
-    sums. Of a `Max` among the metrics it is the largest.
+    """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
+    metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
 
     grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
     mesh once in `sync_every` micro-batches."""
-
-    def of_part(rows: RowBatch) -> Sums:
-        return fn(rows.with_constants(batch.constants))
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -60,40 +61,36 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    num_used = batch.max_parts if batch.num_parts is None else batch.num_parts
-    if sync_every > 1:
-        of_shards = _sum_per_shard(of_part, sync_every, grad_shardings)
-        larger = _cut_per_shard(batch.per_row, batch.max_parts // sync_every, sync_every)
-        sums = _sum_parts(of_shards, larger, -(-num_used // sync_every), place)
-    elif batch.max_parts > 1:
-        sums = _sum_parts(of_part, cut(batch.per_row, batch.max_parts), num_used, place)
+    if batch.max_parts == 1:
+        sums = place(fn(batch))
+    elif sync_every > 1:
+        of_shards = _sum_per_shard(fn, sync_every, grad_shardings)
+        sums = _sum_parts(of_shards, *_cut_per_shard(batch, sync_every), place)
     else:
-        sums = place(of_part(batch.per_row))
+        sums = _sum_parts(fn, cut(batch), batch.num_used, place)
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
 def _sum_parts(
-    fn: Callable[[Tree], Sums],
+    fn: OfPart,
     batch: Tree,
     num_parts: int | jax.Array,
     place: Callable[[Sums], Sums],
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
-    def start_of(x: jax.Array | Max) -> jax.Array | Max:
+    def start_of(x: Summand) -> Summand:
         if _is_max(x):
             return x.least()
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-    def of_part(i: int | jax.Array) -> Sums:
-        return place(fn(part_of(batch, i)))
-
     def add(i: jax.Array, total: Sums) -> Sums:
-        return jax.tree.map(operator.add, total, of_part(i), is_leaf=_is_max)
+        part = place(fn(part_of(batch, i)))
+        return jax.tree.map(operator.add, total, part, is_leaf=_is_max)
 
     # shapes alone: nothing is computed twice
-    like = jax.eval_shape(of_part, 0)
+    like = jax.eval_shape(fn, part_of(batch, 0))
     start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
     # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_parts, add, start)
@@ -108,22 +105,21 @@ def _is_max(leaf: object) -> bool:
     return isinstance(leaf, Max)
 
 
-def _cut_per_shard(batch: Tree, parts: int, sync_every: int) -> Tree:
+def _cut_per_shard(batch: RowBatch, sync_every: int) -> tuple[RowBatch, int | jax.Array]:
     """Arrays of rows [R, ...] -> [parts, sync_every, shards, rows, ...]: larger parts, each of
-    which every shard adds up by itself."""
+    which every shard adds up by itself; and how many of them run."""
 
     def divide(x: jax.Array) -> jax.Array:
+        parts = batch.max_parts // sync_every
         x = x.reshape(axis_size("fsdp"), parts, sync_every, -1, *x.shape[1:])
         x = jnp.moveaxis(x, 0, 2)
         spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
         return jax.lax.with_sharding_constraint(x, spec)
 
-    return jax.tree.map(divide, batch)
+    return jax.tree.map(divide, batch.per_row), -(-batch.num_used // sync_every)
 
 
-def _sum_per_shard(
-    fn: Callable[[Tree], Sums], sync_every: int, grad_shardings: Tree | None
-) -> Callable[[Tree], Sums]:
+def _sum_per_shard(fn: OfPart, sync_every: int, grad_shardings: Tree | None) -> OfPart:
     """fn over `sync_every` parts, summed on each shard first, and over the shards only then. While
     this lasts, each device holds the sum of its own gradient, not divided over fsdp."""
 
@@ -146,7 +142,7 @@ def _sum_per_shard(
             grads = jax.tree.map(keep_on_shard, grads, grad_shardings)
         return grads, metrics
 
-    def reduce(x: jax.Array | Max) -> jax.Array | Max:
+    def reduce(x: Summand) -> Summand:
         # [shards, ...] -> that of all shards
         return x.replace(value=jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
 

@@ -379,11 +379,10 @@ def _decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding. Scales of norms,
     biases, scalars of layers and the logarithms of a gated delta net do not."""
     others = ("norm", "bias", "decay", "scalar")
-
-    def decays(path: tuple, _: jax.Array) -> bool:
-        return not jax.tree_util.keystr(path[-1:], simple=True).endswith(others)
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(others),
+        params,
+    )
 
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tunix_lite.basics.types import Batch
+
 
 @dataclass(frozen=True)
 class RowShape:
@@ -111,21 +113,14 @@ class Packed:
         return x_BT
 
 
-def unpacked(
-    token_mask_BT: np.ndarray,
-    counts_BT: np.ndarray,
-    segment_ids_BT: np.ndarray | None = None,
-    num_rows: int = 0,
-    num_scored: int | None = None,
-) -> Packed:
+def unpacked(batch: Batch, num_rows: int = 0, num_scored: int | None = None) -> Packed:
     """The rows are the sequences, unchanged, whose real tokens must be contiguous, and empty rows
-    where there are fewer than num_rows. counts_BT: which tokens count. segment_ids_BT: the
-    documents of each sequence, as in Batch; None: it is one. num_scored: the last columns, which
-    have all tokens that count; None: as many as needed. Raises ValueError where a token counts that
-    nothing predicts, or outside of these columns."""
-    counts_BT = np.asarray(counts_BT, bool)
-    segment_ids_BT = token_mask_BT if segment_ids_BT is None else segment_ids_BT
-    segment_ids_BT = np.asarray(segment_ids_BT, np.int32)
+    where there are fewer than num_rows. num_scored: the last columns, which have all tokens that
+    count; None: as many as needed. Raises ValueError where a token counts that nothing predicts, or
+    outside of these columns."""
+    counts_BT = np.asarray(batch.loss_weight) != 0
+    documents_BT = batch.token_mask if batch.segment_ids is None else batch.segment_ids
+    segment_ids_BT = np.asarray(documents_BT, np.int32)
     _check_predicted(segment_ids_BT, counts_BT)
     shape = counts_BT.shape
     source_RT = np.arange(counts_BT.size, dtype=np.int32).reshape(shape)
@@ -164,9 +159,7 @@ def unpacked(
 
 
 def packed(
-    tokens_BT: np.ndarray,
-    token_mask_BT: np.ndarray,
-    counts_BT: np.ndarray,
+    batch: Batch,
     shape: RowShape,
     rows_per_part: int,
     num_parts: int,
@@ -180,12 +173,12 @@ def packed(
     before the last `lane_columns` columns, as far as none of them counts. The narrower of
     `shape.prefixes` is taken where all prompts fit and no more rows are used. Raises ValueError
     where a sequence does not fit into a row, where rows run out, and as `unpacked` does."""
-    token_mask_BT = np.asarray(token_mask_BT, bool)
-    counts_BT = np.asarray(counts_BT, bool)
+    token_mask_BT = np.asarray(batch.token_mask, bool)
+    counts_BT = np.asarray(batch.loss_weight) != 0
 
     # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
-    units = list(_units(np.asarray(tokens_BT).reshape(-1), sequences, shape))
+    units = list(_units(np.asarray(batch.tokens).reshape(-1), sequences, shape))
     places = _first_fit_rows(units, shape)
     for narrow in shape.prefixes[1:]:
         if all(unit.prefix <= narrow.prefix_columns for unit in units):

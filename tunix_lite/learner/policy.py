@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 from tunix_lite.learner.micro_batches import cut, part_of
-from tunix_lite.learner.routing import expert_sums
+from tunix_lite.learner.routing import with_expert_sums
 from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
@@ -95,7 +95,7 @@ def on_every_device(
 
     def score(params: Params, batch: RowBatch) -> Any:
         fn = partial(of_part, params)
-        divided = batch.per_row if parts == 1 else cut(batch.per_row, parts)
+        divided = batch.per_row if parts == 1 else cut(batch)
 
         def fill(i: jax.Array, out: Any) -> Any:
             return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
@@ -105,8 +105,8 @@ def on_every_device(
         else:
             # The number of parts that run is traced, so this is a loop of XLA and not a scan.
             start = jax.tree.map(empty, jax.eval_shape(fn, part_of(divided, 0)))
-            num_used = parts if batch.num_parts is None else batch.num_parts
-            scores = jax.tree.map(in_rows, jax.lax.fori_loop(0, num_used, fill, start))
+            scores = jax.lax.fori_loop(0, batch.num_used, fill, start)
+            scores = jax.tree.map(in_rows, scores)
         return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)
@@ -169,10 +169,9 @@ def batch_scores(
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     scores_RW = jax.tree.map(partial(in_rows, batch=batch), scores_RM)
-    # another head has no field for them
-    if routed is None or not hasattr(scores_RW, "experts"):
-        return scores_RW
-    return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
+    if routed is not None:
+        scores_RW = with_expert_sums(scores_RW, routed, routes, batch)
+    return scores_RW
 
 
 def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
@@ -181,10 +180,10 @@ def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
     R, M, *inner = x_RM.shape
     W = batch.tokens.shape[1]
     # a row may have fewer scored tokens than M; the rest belongs to no token
-    is_scored = batch.is_scored.reshape(R, M, *[1] * len(inner))
+    is_scored = jnp.expand_dims(batch.is_scored, tuple(range(2, x_RM.ndim)))
     x_RM = jnp.where(is_scored, x_RM, 0)
     if batch.scored is None:
-        return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * len(inner)))
+        return jnp.pad(x_RM, [(0, 0), (W - M, 0), *[(0, 0)] * len(inner)])
     rows = jnp.zeros((R, W, *inner), x_RM.dtype)
     return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
@@ -204,9 +203,10 @@ def batch_numbers(
         params, cfg, batch.tokens, meta, dtype, **forward
     )
     numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
-    is_token_RW = batch.segment_ids > 0
-    experts = None if routed is None else expert_sums(routed, None, is_token_RW)
-    return TokenScores(numbers_RW, None, experts=experts)
+    scores_RW = TokenScores(numbers_RW, None)
+    if routed is not None:
+        scores_RW = with_expert_sums(scores_RW, routed, None, batch)
+    return scores_RW
 
 
 def token_logprobs(

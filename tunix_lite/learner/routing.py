@@ -9,7 +9,7 @@ no gradient; z is of arXiv:2202.08906.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,17 @@ def expert_sums(
         moved_tokens=jnp.sum(has_moved_LRW.any(axis=0), dtype=jnp.float32),
         moved_pairs=jnp.sum(has_moved_LRW, dtype=jnp.float32),
     )
+
+
+def with_expert_sums(
+    scores_RW: Any, routed: Routed, routes_LRWk: jax.Array | None, batch: RowBatch
+) -> Any:
+    """The scores with these sums; those of another head as they are, which have no field for
+    them."""
+    if not hasattr(scores_RW, "experts"):
+        return scores_RW
+    sums = expert_sums(routed, routes_LRWk, batch.segment_ids > 0)
+    return scores_RW._replace(experts=sums)
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,11 @@ class RowLayout:
                     f"batch{jax.tree_util.keystr(path)} has shape {list(np.shape(value))}, and "
                     f"tokens have {list(shape)}: a batch holds one value per token, [B, T]"
                 )
-        counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
-            packed = packing.unpacked(
-                batch.token_mask, counts_BT, batch.segment_ids, self.num_rows, self.num_scored
-            )
+            packed = packing.unpacked(batch, self.num_rows, self.num_scored)
         else:
-            sizes = self.shape, self.rows_per_part, self.num_parts, axis_size("fsdp")
-            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, *sizes)
+            sizes = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch, self.shape, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
         places = {name: getattr(packed, name) for name in PLACES}
         lanes = packed.row_shape.lanes

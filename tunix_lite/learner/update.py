@@ -32,6 +32,9 @@ DROPOUT = 0xD0
 # and rounding
 ROUNDING = 0x70D
 
+# (optimizer, state, gradients, loss) -> (new state, metrics)
+Apply = Callable[..., tuple[TrainState, Metrics]]
+
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
@@ -70,8 +73,9 @@ class TrainStep:
         shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
         # the new state lies where the old one did
         of_state = shardings[0]
+        step = partial(apply_narrow, seed=self.seed) if is_narrow(state) else apply
         return jax.jit(
-            partial(self.update, grad_shardings=of_state.params),
+            partial(self.update, grad_shardings=of_state.params, apply=step),
             in_shardings=shardings,
             out_shardings=(of_state, None),
             donate_argnums=0,
@@ -79,14 +83,18 @@ class TrainStep:
         )
 
     def update(
-        self, state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
+        self,
+        state: TrainState,
+        frozen: Params | None,
+        batch: RowBatch,
+        grad_shardings: Any,
+        apply: Apply,
     ) -> tuple[TrainState, Metrics]:
-        """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
-        grads, metrics = self.gradients(
-            state.params, frozen, state.step, batch, grad_shardings
-        )
-        step = partial(apply_narrow, seed=self.seed) if is_narrow(state) else apply
-        state, moved = step(self.optimizer, state, grads, metrics["train/loss"])
+        """The update itself, traced inside of jit. grad_shardings: where each gradient lies. apply:
+        `apply` or `apply_narrow`."""
+        params = state.params
+        grads, metrics = self.gradients(params, frozen, state.step, batch, grad_shardings)
+        state, moved = apply(self.optimizer, state, grads, metrics["train/loss"])
         return state, metrics | moved
 
     def gradients(
@@ -99,12 +107,13 @@ class TrainStep:
     ) -> Sums:
         """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
         as loss_weight is normalised. number: of the update, which dropout depends on."""
-        if self.lora is not None and self.lora.dropout > 0:
+        if self.lora and self.lora.dropout:
             batch = self.with_dropout(batch, number)
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
 
         def gradient(rows: RowBatch) -> Sums:
+            rows = rows.with_constants(batch.constants)
             grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, rows)
             # of a complex weight, jax gives the conjugate of the direction in which the loss rises
             return jax.tree.map(jnp.conj, grads), metrics
@@ -144,7 +153,8 @@ class TrainStep:
 
         def load_of(rows: RowBatch) -> Sums:
             acting = acting_params(frozen, params, self.lora, rows.dropout_keys)
-            return {}, {LOAD: self.policy.scores(acting, rows).experts.load}
+            scores = self.policy.scores(acting, rows.with_constants(batch.constants))
+            return {}, {LOAD: scores.experts.load}
 
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
@@ -165,11 +175,13 @@ class TrainStep:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
 
-        def of_part(rows: RowBatch) -> Sums:
-            return {}, self.objective(params, frozen, rows)[1]
-
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
+
+        def of_part(rows: RowBatch) -> Sums:
+            rows = rows.with_constants(batch.constants)
+            return {}, self.objective(params, frozen, rows)[1]
+
         _, metrics = accumulate(of_part, batch)
         return with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 

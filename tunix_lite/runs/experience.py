@@ -3,12 +3,13 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Collected, Policy
+from tunix_lite.algorithms.algorithm import Collected
 from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import (
@@ -26,7 +27,6 @@ from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.overlap import Drawn
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
-from tunix_lite.tasks.task import Task
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -85,11 +85,18 @@ class FreshExperience:
         self._learner = learner
         self._algorithm = session.run.algorithm
         self._updates = self._algorithm.updates_per_rollout
+        # prompts of a rollout, and the seed of each of its rounds. Later rounds are of other
+        # shuffles, so that the first one goes through the data in the same order whether others
+        # follow or not.
+        needs = session.run.algorithm.needs
+        self._num_prompts = session.parts.batch.prompts * needs.mini_batches
+        steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
+        self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
         # where examples and completions come from, and what goes on beside an update
-        self._draw: Callable[..., Drawn] = self._draw_examples
+        self._draw: Callable[[int, Params], Drawn] = self._draw_examples
         self._beside: Callable[[], Metrics] | None = None
         if learner.overlap is not None:
-            self._draw = learner.overlap.draw
+            self._draw = partial(learner.overlap.draw, learner.policy, session.task)
             self._beside = learner.overlap.beside_update
         elif self._algorithm.needs.reads_ahead:
             self._beside = self._read_ahead
@@ -115,7 +122,7 @@ class FreshExperience:
         with error_context(f"step {step + 1}", RunFailed):
             # Collect: completions of the policy, rewards, advantages. It is there for later
             # updates: a run begins, and resumes, where a rollout begins.
-            if update == 0:
+            if not update:
                 self._collected = self._ahead.pop(step, None) or self._collect(step, params)
                 self._step = step
             batch, metrics, graded = self._collected
@@ -124,7 +131,7 @@ class FreshExperience:
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             rows, _ = self._learner.resolved.rows.lay_out(batch)
-        metrics = metrics if update == 0 else {}
+        metrics = {} if update else metrics
         return Experience(rows, batch, metrics, graded, self._updates - update)
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
@@ -153,27 +160,23 @@ class FreshExperience:
 
     def _collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""
-        policy, task, examples, example_metrics = self._draw(
-            step, self._learner.policy, self._session.task, params
-        )
+        policy, task, examples, example_metrics = self._draw(step, params)
         # by step, so that a run that resumes draws what it would have drawn
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
         return batch, metrics | example_metrics, graded
 
-    def _draw_examples(self, step: int, policy: Policy, task: Task, params: Params) -> Drawn:
-        """The examples of all rounds. Those of later rounds are of other shuffles, so that the
-        first one goes through the data in the same order whether others follow or not."""
-        needs = self._algorithm.needs
-        num_prompts = self._session.parts.batch.prompts * needs.mini_batches
+    def _draw_examples(self, step: int, params: Params) -> Drawn:
+        """The examples of all rounds of a rollout."""
+        task = self._session.task
         examples: list[dict] = []
         dropped = 0
-        for r in range(needs.rounds):
-            seed = (self._session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            more, unfit = task.batch(num_prompts, seed, step // self._updates)
+        for seed in self._seeds:
+            more, unfit = task.batch(self._num_prompts, seed, step // self._updates)
             examples += more
             dropped += unfit
-        return policy, task, examples, {"prompts/dropped": dropped} if task.leaves_out else {}
+        metrics = {"prompts/dropped": dropped} if task.leaves_out else {}
+        return self._learner.policy, task, examples, metrics
 
     def _mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""

@@ -107,7 +107,7 @@ class EpisodeGroups:
         if rows:
             # What each token counts is made where all sequences are in view.
             prompts = np.array([prompt for *_, prompt in rows])
-            weights = weights_of_learned(algorithm.weighting, sampled, prompts)
+            weights = weights_of_learned(algorithm.weighting, sampled, prompts, 1)
         return Batch(
             tokens=filled((one.tokens for one, *_ in rows), np.int32),
             token_mask=filled((True for _ in rows), bool),
