@@ -83,8 +83,8 @@ class Groups:
         function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
         if self.turn_discount is not None:
             return self._of_turns(function)
-        of_kept_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
-        advantages_B1 = of_kept_PG.reshape(-1, 1).astype(np.float32)
+        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
+        advantages_B1 = advantages_PG.astype(np.float32).reshape(-1, 1)
         return np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
 
     def _of_turns(self, function: Advantages) -> np.ndarray:

@@ -30,13 +30,12 @@ Summand = jax.Array | Max
 def cut(batch: RowBatch) -> RowBatch:
     """The rows [R, ...] of a batch as micro-batches [parts, rows, ...] with equal shares of every
     shard. Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
-    shards = axis_size("fsdp")
-    parts = batch.max_parts
+    sizes = axis_size("fsdp"), batch.max_parts
 
     def divide(x: jax.Array) -> jax.Array:
         inner = x.shape[1:]
         # no row may leave its shard: that would be communication in every part
-        x = x.reshape(shards, parts, -1, *inner).swapaxes(0, 1).reshape(parts, -1, *inner)
+        x = x.reshape(*sizes, -1, *inner).swapaxes(0, 1).reshape(sizes[1], -1, *inner)
         return constrain(x, "layers", "batch", *["seq"] * len(inner))
 
     return jax.tree.map(divide, batch.per_row)

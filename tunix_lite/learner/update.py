@@ -196,17 +196,15 @@ def apply(
     norm = optax.tree.norm(grads)
     size = optax.tree.norm(updates)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
-    params, opt_state = jax.tree.map(
-        partial(jnp.where, is_finite),
-        (optax.apply_updates(state.params, updates), opt_state),
-        (state.params, state.opt_state),
-    )
+    params = optax.apply_updates(state.params, updates)
+    moved = state.replace(params=params, opt_state=opt_state)
+    new = jax.tree.map(partial(jnp.where, is_finite), moved, state)
     metrics = {
         "train/grad_norm": norm,
         "train/update_norm": jnp.where(is_finite, size, 0.0),
         "train/skipped": 1.0 - is_finite,
     }
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    return new.replace(step=state.step + 1), metrics
 
 
 def is_narrow(state: TrainState) -> bool:

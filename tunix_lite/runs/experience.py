@@ -89,6 +89,7 @@ class FreshExperience:
         # shuffles, so that the first one goes through the data in the same order whether others
         # follow or not.
         needs = session.run.algorithm.needs
+        self._parts = needs.mini_batches
         self._num_prompts = session.parts.batch.prompts * needs.mini_batches
         steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
         self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
@@ -98,7 +99,7 @@ class FreshExperience:
         if learner.overlap is not None:
             self._draw = partial(learner.overlap.draw, learner.policy, session.task)
             self._beside = learner.overlap.beside_update
-        elif self._algorithm.needs.reads_ahead:
+        elif needs.reads_ahead:
             self._beside = self._read_ahead
         # what the updates of a rollout learn from, and the step of the first of them
         self._collected: Collected | None = None
@@ -126,7 +127,7 @@ class FreshExperience:
                 self._collected = self._ahead.pop(step, None) or self._collect(step, params)
                 self._step = step
             batch, metrics, graded = self._collected
-            if self._algorithm.needs.mini_batches > 1:
+            if self._parts > 1:
                 batch, graded = self._mini_batch(update)
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
@@ -181,8 +182,8 @@ class FreshExperience:
     def _mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""
         batch, _, graded = self._collected
-        parts = self._algorithm.needs.mini_batches
-        rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
+        parts = np.split(np.arange(len(batch.tokens)), self._parts)
+        rows = parts[update % self._parts]
         graded = None if graded is None else chosen_completions([graded], rows)
         return jax.tree.map(lambda x: x[rows], batch), graded
 
