@@ -98,9 +98,7 @@ def batch_scaled(
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
     # what is dropped would make the scale nan
-    all_rewards = rewards_PG[is_kept_PG]
-    centred = _centred_all(all_rewards)
-    std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
+    centred, std = _centred_all(rewards_PG[is_kept_PG])
     if mean == "group":
         return _centred_groups(rewards_PG) / (std + eps)
     return _placed(is_kept_PG, centred / (std + eps))
@@ -148,8 +146,7 @@ def per_reward(
         count_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True) - 1, 1)
         std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / count_P1)
         total_PG += whole.weights.get(name, 1.0) * centred_PG / (std_P1 + eps)
-    centred = _centred_all(total_PG[is_kept_PG])
-    std = np.sqrt((centred**2).sum() / max(len(centred) - 1, 1))
+    centred, std = _centred_all(total_PG[is_kept_PG])
     return _placed(is_kept_PG, centred / (std + eps))
 
 
@@ -164,17 +161,16 @@ def _centred_groups(values_PG: np.ndarray) -> np.ndarray:
     """r - mean of the group without what is nan, where it is 0; exactly 0 where a group agrees."""
     is_kept_PG = ~np.isnan(values_PG)
     counts_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True), 1)
-    mean_P1 = np.where(is_kept_PG, values_PG, 0.0).sum(axis=1, keepdims=True) / counts_P1
-    least_P1 = np.where(is_kept_PG, values_PG, np.inf).min(axis=1, keepdims=True)
-    most_P1 = np.where(is_kept_PG, values_PG, -np.inf).max(axis=1, keepdims=True)
-    return np.where(is_kept_PG & (least_P1 < most_P1), values_PG - mean_P1, 0.0)
+    centred_PG = values_PG - np.nansum(values_PG, axis=1, keepdims=True) / counts_P1
+    is_mixed_P1 = ~groups_that_agree(values_PG)[:, None]
+    return np.where(is_kept_PG & is_mixed_P1, centred_PG, 0.0)
 
 
-def _centred_all(values: np.ndarray) -> np.ndarray:
-    """Values less their mean; exactly 0 if they are all equal."""
-    if not len(values) or values.min() == values.max():
-        return np.zeros(len(values))
-    return values - values.mean()
+def _centred_all(values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Values less their mean, exactly 0 if they are all equal; and their standard deviation."""
+    has_one = not len(values) or values.min() == values.max()
+    centred = np.zeros(len(values)) if has_one else values - values.mean()
+    return centred, np.sqrt((centred**2).sum() / max(len(values) - 1, 1))
 
 
 # ---- without dropped completions: others are learned from as if these had never been there

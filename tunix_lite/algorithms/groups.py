@@ -12,6 +12,7 @@ of the conversations of a group are compared, one value each, as the steps of a 
 process supervision (arXiv:2402.03300, section 4.1.3).
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -310,21 +311,17 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
     """Selects completions number `rows` of all parts together. Metrics and weights are those of the
     first part."""
 
-    def chosen(values: list) -> Rollout | np.ndarray | list | dict | None:
-        first = values[0]
-        if first is None:
-            return None
-        if isinstance(first, Rollout):
-            return _chosen_rows(values, rows)
-        if isinstance(first, dict):
-            return {name: chosen([value[name] for value in values]) for name in first}
-        if isinstance(first, list):
-            together = [item for value in values for item in value]
+    def chosen(*values: np.ndarray | list) -> np.ndarray | list:
+        if isinstance(values[0], list):
+            together = list(itertools.chain(*values))
             return [together[row] for row in rows] if together else []
         return np.concatenate(values)[rows]
 
-    # they are of the batch, and not of a completion
-    of_all = {"metrics", "weights", "num_generations"}
+    # these are of the batch, and not of a completion
+    of_all = {"metrics", "weights", "num_generations", "rollout"}
     names = {field.name for field in fields(Graded)} - of_all
-    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
+    of_each = [{name: getattr(part, name) for name in names} for part in parts]
+    taken = jax.tree.map(chosen, *of_each, is_leaf=lambda x: isinstance(x, list))
+    if parts[0].rollout is not None:
+        taken["rollout"] = _chosen_rows([part.rollout for part in parts], rows)
     return replace(parts[0], **taken)

@@ -41,6 +41,13 @@ def cut(batch: RowBatch) -> RowBatch:
     return jax.tree.map(divide, batch.per_row)
 
 
+def uncut(x: jax.Array) -> jax.Array:
+    """The rows of micro-batches, [parts, rows, ...], where they were before `cut`: [R, ...]."""
+    inner = x.shape[2:]
+    x = x.reshape(len(x), axis_size("fsdp"), -1, *inner).swapaxes(0, 1).reshape(-1, *inner)
+    return constrain(x, "batch", *["seq"] * len(inner))
+
+
 def accumulate(
     fn: OfPart,
     batch: RowBatch,

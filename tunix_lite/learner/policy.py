@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
-from tunix_lite.learner.micro_batches import cut, part_of
+from tunix_lite.learner.micro_batches import cut, part_of, uncut
 from tunix_lite.learner.routing import with_expert_sums
 from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models import attention, decoder
@@ -22,7 +22,7 @@ from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import axis_size, constrain
+from tunix_lite.parallel.mesh import constrain
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}
@@ -37,7 +37,7 @@ class _Rescore:
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
+    compiled: Callable[[Params, RowBatch], jax.stages.Compiled]
     # whether tokens take the experts that the sampler recorded
     replays: bool = False
 
@@ -48,9 +48,6 @@ class _Rescore:
         read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
-
-    def compiled(self, params: Params, batch: RowBatch) -> Callable:
-        return self.program(params, batch)
 
 
 @dataclass(frozen=True)
@@ -80,33 +77,25 @@ def on_every_device(
     """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
     Every device has all of it, so that every process can read it. Parts that hold nothing give
     zeros."""
-    parts = rows.num_parts
-
-    def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-        start = jnp.zeros((parts, *x.shape), x.dtype)
-        return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
-
-    def in_rows(out: jax.Array) -> jax.Array:
-        # back from parts of shards
-        out = out.reshape(parts, axis_size("fsdp"), -1, *out.shape[2:])
-        out = out.swapaxes(0, 1)
-        out = out.reshape(-1, *out.shape[3:])
-        return constrain(out, "batch", *["seq"] * (out.ndim - 1))
 
     def score(params: Params, batch: RowBatch) -> Any:
-        fn = partial(of_part, params)
-        divided = batch.per_row if parts == 1 else cut(batch)
-
-        def fill(i: jax.Array, out: Any) -> Any:
-            return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
-
-        if parts == 1:
-            scores = fn(divided)
+        if rows.num_parts == 1:
+            scores = of_part(params, batch.per_row)
         else:
+            parts = cut(batch)
+
+            def fill(i: jax.Array, out: Any) -> Any:
+                scores = of_part(params, part_of(parts, i))
+                return jax.tree.map(lambda to, x: to.at[i].set(x), out, scores)
+
+            def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+                start = jnp.zeros((rows.num_parts, *x.shape), x.dtype)
+                return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
+
             # The number of parts that run is traced, so this is a loop of XLA and not a scan.
-            start = jax.tree.map(empty, jax.eval_shape(fn, part_of(divided, 0)))
-            scores = jax.lax.fori_loop(0, batch.num_used, fill, start)
-            scores = jax.tree.map(in_rows, scores)
+            like = jax.eval_shape(of_part, params, part_of(parts, 0))
+            filled = jax.lax.fori_loop(0, batch.num_used, fill, jax.tree.map(empty, like))
+            scores = jax.tree.map(uncut, filled)
         return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)

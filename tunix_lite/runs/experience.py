@@ -170,7 +170,7 @@ class FreshExperience:
     def _draw_examples(self, step: int, params: Params) -> Drawn:
         """The examples of all rounds of a rollout."""
         task = self._session.task
-        examples: list[dict] = []
+        examples = []
         dropped = 0
         for seed in self._seeds:
             more, unfit = task.batch(self._num_prompts, seed, step // self._updates)

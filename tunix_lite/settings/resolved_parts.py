@@ -172,7 +172,7 @@ def policy_of(
         policy = replace(
             policy,
             scores=with_values(policy.scores, critic),
-            values=replace(policy.rescore, program=compiled_once(program.lower)),
+            values=replace(policy.rescore, compiled=compiled_once(program.lower)),
         )
     if (teacher := resolved.teacher) is None:
         return policy
