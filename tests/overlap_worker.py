@@ -106,7 +106,7 @@ def updates(kept, policy, task, cfg) -> dict:
     update = jax.jit(learned, donate_argnums=0)
     found = {"tokens": [], "versions": [], "logprobs": [], "examples": [], "turns": []}
     for step in range(3):
-        handed, _, examples, _ = kept.draw(policy, task, step, params)
+        handed, _, examples, _ = kept.draw(step, policy, task, params)
         rollout = handed.generate(None, examples, None, GENERATIONS)
         # It is on its way to the devices when sampling goes on.
         params = update(params)

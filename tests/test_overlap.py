@@ -195,7 +195,7 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     the update takes `updated`."""
     policy = Policy(generate, None)
     params = random_params(cfg, seed=step) if params is None else params
-    found, task, examples, _ = overlap.draw(policy, Numbers(), step, params)
+    found, task, examples, _ = overlap.draw(step, policy, Numbers(), params)
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
@@ -340,13 +340,13 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
     drawn(overlap, 0, cfg, generate)
     overlap._task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)
     params = random_params(cfg)
-    rollout = overlap.draw(Policy(generate, None), Talks(), 1, params)[0].generate(None, [1, 2, 3], None, GENERATIONS)
+    rollout = overlap.draw(1, Policy(generate, None), Talks(), params)[0].generate(None, [1, 2, 3], None, GENERATIONS)
     assert rollout.completion_mask.any()
     # The update is made, and the state after it can be saved: nothing is in flight.
     assert overlap.beside_update() == {}
     assert in_flight_from(overlap.at(2)).completions == []
     with pytest.raises(SharedError, match="the environment is gone"):
-        overlap.draw(Policy(generate, None), Talks(), 2, params)
+        overlap.draw(2, Policy(generate, None), Talks(), params)
 
 
 def test_conversations_of_a_checkpoint_are_those_that_were_kept_and_damage_is_named():

@@ -27,8 +27,6 @@ import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import (
-    Collected,
-    LossAndMetrics,
     Needs,
     Policy,
     TaskInterface,
@@ -40,6 +38,8 @@ from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import (
     Batch,
+    Graded,
+    Metrics,
     Params,
     Prompts,
     RowBatch,
@@ -137,7 +137,7 @@ class Distill:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> Collected:
+    ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)
         # rewards may not count: a group of one has no others to compare with
@@ -171,7 +171,7 @@ class Distill:
         }
         return batch, groups.metrics | metrics, groups.graded
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         counts_RW = batch.loss_weight != 0
         gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)

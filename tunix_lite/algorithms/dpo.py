@@ -13,17 +13,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Collected,
-    LossAndMetrics,
-    Needs,
-    Policy,
-    TaskInterface,
-    refuse,
-)
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, with_shares
-from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
 
@@ -81,7 +74,7 @@ class DPO:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> Collected:
+    ) -> tuple[Batch, Metrics, Graded | None]:
         """Pairs -> their margins under today's weights and the reference -> the batch."""
         if self.pairs == "data":
             # row 2p is chosen, row 2p + 1 rejected
@@ -134,7 +127,7 @@ class DPO:
         batch = with_shares(batch, (chosen, rejected), (-slopes, slopes), logged)
         return batch, metrics, graded
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""
         loss, logged = loss_of_shares(scores, batch, STREAMS[0])
         metrics = {

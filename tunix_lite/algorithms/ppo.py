@@ -21,7 +21,6 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import (
     Collected,
     Critic,
-    LossAndMetrics,
     Needs,
     Policy,
     TaskInterface,
@@ -191,7 +190,7 @@ class PPO:
         )
         return batch, metrics, groups.graded
 
-    def loss(self, scores: ValuedScores, batch: RowBatch) -> LossAndMetrics:
+    def loss(self, scores: ValuedScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         # the policy's part is GRPO's, with advantages of tokens
         policy = GRPO(

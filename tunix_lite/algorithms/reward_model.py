@@ -13,17 +13,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Collected,
-    LossAndMetrics,
-    Needs,
-    Policy,
-    TaskInterface,
-    refuse,
-)
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, with_shares
 from tunix_lite.basics.plain_text import shortened
-from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 STREAMS = ("pair_loss", "pair_margin", "pair_is_right", "pair_mean")
 
@@ -64,7 +57,7 @@ class RewardModelTraining:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> Collected:
+    ) -> tuple[Batch, Metrics, Graded | None]:
         """Pairs -> their rewards under today's weights -> the batch."""
         # row 2p is chosen, row 2p + 1 rejected
         both = [task.conversations(examples, name) for name in FIELDS]
@@ -107,7 +100,7 @@ class RewardModelTraining:
         )
         return shares, metrics, None
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""
         loss, logged = loss_of_shares(scores, batch, STREAMS[0])
         return loss, {

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -97,7 +96,7 @@ class FreshExperience:
         self._draw: Callable[[int, Params], Drawn] = self._draw_examples
         self._beside: Callable[[], Metrics] | None = None
         if learner.overlap is not None:
-            self._draw = partial(learner.overlap.draw, learner.policy, session.task)
+            self._draw = self._draw_rollout
             self._beside = learner.overlap.beside_update
         elif needs.reads_ahead:
             self._beside = self._read_ahead
@@ -166,6 +165,11 @@ class FreshExperience:
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
         return batch, metrics | example_metrics, graded
+
+    def _draw_rollout(self, step: int, params: Params) -> Drawn:
+        """What was sampled beside earlier updates."""
+        draw = self._learner.overlap.draw
+        return draw(step, self._learner.policy, self._session.task, params)
 
     def _draw_examples(self, step: int, params: Params) -> Drawn:
         """The examples of all rounds of a rollout."""

@@ -105,7 +105,7 @@ class PartialRollouts:
         in_flight = (self._behind + 1) * self._batches.count * self._generations
         self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
-    def draw(self, policy: Policy, task: Any, step: int, params: Params) -> Drawn:
+    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """Returns the completions of update number `step` (from 0). `policy` and `params` sample
         those that are missing, and more for later updates."""
         self._before = self._after
@@ -334,7 +334,7 @@ class OneStepOffPolicy:
         samples = sampler if self._apart is None else self._apart
         samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
-    def draw(self, policy: Policy, task: Any, step: int, params: Params) -> Drawn:
+    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """See PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
