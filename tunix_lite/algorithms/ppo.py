@@ -18,19 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Collected,
-    Critic,
-    Needs,
-    Policy,
-    TaskInterface,
-    refuse,
-)
+from tunix_lite.algorithms.algorithm import Critic, Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.gae import explained_variance, gae, whitened
 from tunix_lite.algorithms.groups import Groups, sample_groups, scored_in_parts
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import (
+    Batch,
+    Graded,
+    Metrics,
     Params,
     RowBatch,
     ValuedScores,
@@ -134,7 +130,7 @@ class PPO:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> Collected:
+    ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> rewards and values -> advantages -> the batch to learn from.
         params: of both networks."""
         groups = sample_groups(
