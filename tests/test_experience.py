@@ -10,7 +10,7 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Needs, Policy
-from tunix_lite.algorithms.groups import Groups, TurnCredit, sample_groups, turn_advantages
+from tunix_lite.algorithms.groups import Groups, sample_groups, turn_advantages, turn_values
 from tunix_lite.basics.types import Batch, Conversation, Graded, Rollout, SampledTurn, TurnReply
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.runs.experience import FreshExperience
@@ -93,22 +93,21 @@ def test_a_run_that_resumes_gets_what_it_would_have_got():
 
 def test_what_a_turn_is_worth():
     rewards = [1.0, 0.0, 4.0]
-    assert TurnCredit("end").values(rewards).tolist() == [5, 5, 5]
-    assert TurnCredit("turn").values(rewards).tolist() == [1, 0, 4]
-    assert TurnCredit("discount", 0.5).values(rewards).tolist() == [1 + 0 + 1, 0 + 2, 4]
+    assert turn_values(rewards, 0.0).tolist() == [1, 0, 4]
+    assert turn_values(rewards, 0.5).tolist() == [1 + 0 + 1, 0 + 2, 4]
 
 
 def test_all_turns_of_a_group_are_compared():
     """Group 1: turns worth 1, 3 and 2, mean 2. Group 2: one conversation is dropped, one turn is left."""
     rewards = [[1.0, 3.0], [2.0], [5.0], [7.0, 7.0]]
     kept = np.array([[True, True], [True, False]])
-    found = turn_advantages(centre, TurnCredit("turn"), rewards, kept)
+    found = turn_advantages(centre, 0.0, rewards, kept)
     assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
 
 
 def test_advantages_of_completions_cannot_compare_turns():
     with pytest.raises(ValueError, match="conversation.credit=end"):
-        turn_advantages(lambda rewards_PG, whole: rewards_PG, TurnCredit("turn"), [[1.0]], np.array([[True]]))
+        turn_advantages(lambda rewards_PG, whole: rewards_PG, 0.0, [[1.0]], np.array([[True]]))
 
 
 def two_conversations(credit: str, discount: float = 1.0) -> Groups:
@@ -145,4 +144,3 @@ def test_advantages_stand_at_the_tokens_of_their_turns():
     # turns worth 1 + 3/2, 3 and 2: mean 2.5
     discounted = two_conversations("discount", discount=0.5).token_advantages(centre)
     assert discounted.tolist() == [[0, 0, 0, 0, 0.5], [0, -0.5, 0, 0, 0]]
-    assert two_conversations("turn").token_advantages(centre, limit=0.5).max() == 0.5

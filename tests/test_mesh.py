@@ -34,6 +34,9 @@ class EvenTask:
     def grader(self, group, num_generations=1):
         return SimpleNamespace(submit=lambda row, tokens: None, results=self.results)
 
+    def partner(self, examples):
+        return None
+
     def results(self, rollout):
         tokens, mask = np.asarray(rollout.tokens), np.asarray(rollout.completion_mask)
         rewards = np.array([np.mean(row[keep] % 2 == 0) for row, keep in zip(tokens, mask)])

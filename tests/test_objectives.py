@@ -195,14 +195,12 @@ def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learne
     """ScaleRL: two completions of 5 tokens beside two of 100; a third prompt agrees, and one of the long ones failed."""
     lengths = np.array([[5, 5], [100, 100], [7, 7]])
     mask = np.arange(100) < lengths.reshape(-1, 1)
-    learned = np.array([True, True, True, False, False, False])
-    weights = weighting.weights_of_learned(weighting.per_prompt, mask, learned, np.repeat(np.arange(3), 2), 1)
+    prompts = np.array([0, 0, 1, -1, -1, -1])
+    weights = weighting.weights_of_learned(weighting.per_prompt, mask, prompts, 1)
     sums = weights.sum(axis=1).reshape(3, 2)
     np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
     # two mini-batches, each with a prompt
-    halves = weighting.weights_of_learned(
-        weighting.per_prompt, mask[:4], np.ones(4, bool), np.array([0, 0, 1, 1]), num_parts=2
-    )
+    halves = weighting.weights_of_learned(weighting.per_prompt, mask[:4], np.array([0, 0, 1, 1]), num_parts=2)
     np.testing.assert_allclose(halves.sum(axis=1), [1 / 2] * 4, rtol=1e-6)
     # the preset is that objective
     assert compose(["algorithm=scalerl"]).algorithm.weighting is weighting.per_prompt
@@ -227,7 +225,7 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
     rewards_PG = np.asarray(rewards_PG, float)
     state = SimpleNamespace(at=0, keys=[], prompts=[])
 
-    def generate(params, prompts, key, num_generations, on_finished):
+    def generate(params, prompts, key, num_generations, **_):
         P, G = len(prompts), num_generations
         state.keys.append(jax.random.key_data(key).tolist())
         state.prompts.append(prompts)
@@ -252,7 +250,10 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
 
     grader = SimpleNamespace(submit=None, results=results)
     task = SimpleNamespace(
-        grader=lambda group, G: grader, prompts=lambda examples: list(examples), long_prompts="error"
+        grader=lambda group, G: grader,
+        prompts=lambda examples: list(examples),
+        partner=lambda examples: None,
+        long_prompts="error",
     )
     scorer = lambda batch: np.asarray(batch.old_logprobs) - 0.25  # noqa: E731
     rescore = lambda params, batch: np.where(batch.loss_weight != 0, batch.old_logprobs + 0.1, 0)  # noqa: E731
@@ -395,7 +396,7 @@ def found_slope(algorithm, is_stale):
     rollout = Rollout(column(np.arange(5)).astype(int), mask | True, mask, old, finished.astype(np.int8), old)
     rewards_PG = rewards[None]
     graded = Graded([], [], rewards, rewards > 0, [], {}, np.zeros(5, bool))
-    groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool), np.ones((1, 5), bool))
+    groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool), {})
     groups = algorithm.selected(groups)
 
     # scorers give nothing where no token counts

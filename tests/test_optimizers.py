@@ -253,7 +253,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
 
     @jax.jit
     def step(state, grads):
-        return apply(optimizer, state, grads, jnp.float32(0), 0)[0]
+        return apply(optimizer, state, grads, jnp.float32(0))[0]
 
     params = on_mesh(draw(0))
     born = init_opt_state(optimizer, params)

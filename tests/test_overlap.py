@@ -11,7 +11,7 @@ import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
+from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
@@ -165,6 +165,9 @@ class Numbers(SimpleNamespace):
     def grader(self, examples, num_generations=1):
         return Grades()
 
+    def partner(self, examples):
+        return None
+
 
 def session_of(overlap, staleness, prompts=3):
     algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
@@ -203,8 +206,8 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, _OneStepOffPolicy)
     assert overlap.beside_update() == {}
     grader = task.grader(None) if isinstance(overlap, _OneStepOffPolicy) else Grades()
-    answers = who_answers(task, examples)
-    rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit, **answers)
+    answers = {"on_finished": grader.submit, "partner": task.partner(examples)}
+    rollout = found.generate(None, examples, None, GENERATIONS, **answers)
     for row, mask in enumerate(rollout.completion_mask):
         if rollout.conversations is not None:
             mask = rollout.turn_ids[row] == len(rollout.conversations[row].turns)

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape, packed, rows_needed_at_most, shared_rows_at_most, unpacked
 
 
@@ -19,7 +20,7 @@ def batch_of(*sequences, left=0, right=0):
 
 
 def pack(batch, lane=8, lanes=1, lead=0, rows_per_part=1, num_parts=4, shards=1):
-    return packed(*batch, RowShape(lane, lanes, lead), rows_per_part, num_parts, shards)
+    return packed(Batch(*batch), RowShape(lane, lanes, lead), rows_per_part, num_parts, shards)
 
 
 def test_two_sequences_stand_in_one_row_without_their_padding():
@@ -56,14 +57,14 @@ def test_short_prompts_stand_in_a_narrower_prefix():
     shape = RowShape(3, 2, 8, narrows=True)
     assert [each.width for each in shape.prefixes] == [14, 12]
     short = batch_of(([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([3, 4, 5, 6], [1], [1]), left=4, right=1)
-    layout = packed(*short, shape, 1, 1, 1)
+    layout = packed(Batch(*short), shape, 1, 1, 1)
     np.testing.assert_array_equal(layout.place(short[0]), [[5, 6, 3, 4, 5, 6, 7, 8, 9, 1, 0, 0]])
     np.testing.assert_array_equal(layout.scored, [[6, 7, 8, 9, 0]])  # 5: a row that scores few of its 6
     assert layout.row_shape == RowShape(3, 2, 6, narrows=True)
     # a prompt of 7 needs all columns; so do two of 4, which would take a second row
     for prompts in ([[5] * 7], [[5] * 4, [6] * 4]):
         wide = batch_of(*((prompt, [7], [1]) for prompt in prompts), left=1, right=2)
-        assert packed(*wide, shape, 1, 2, 1).row_shape == shape
+        assert packed(Batch(*wide), shape, 1, 2, 1).row_shape == shape
 
 
 def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_each_part():
@@ -97,7 +98,7 @@ def test_a_token_that_nothing_predicts_may_not_count(mask, column):
     counts = np.zeros((2, 3), bool)
     counts[1, column] = True
     mask = np.array([[1, 1, 1], mask], bool)
-    for lay_out in (lambda: unpacked(mask, counts), lambda: pack((np.zeros((2, 3), int), mask, counts))):
+    for lay_out in (lambda: unpacked(Batch(mask, mask, counts)), lambda: pack((np.zeros((2, 3), int), mask, counts))):
         with pytest.raises(ValueError, match=f"sequence 1 counts column {column}"):
             lay_out()
 
@@ -126,7 +127,7 @@ def layouts(draw, kinds=("unpacked", "apart", "shared")):
     shards, rows_per_part = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kind = draw(st.sampled_from(kinds))
     if kind == "unpacked":
-        return (tokens, mask, counts), unpacked(mask, counts), 1, 1
+        return (tokens, mask, counts), unpacked(Batch(tokens, mask, counts)), 1, 1
     room = {"lane": longest + draw(st.integers(0, 20))}
     if kind == "shared":
         room = {"lane": lane, "lanes": draw(st.integers(1, 4)), "lead": draw(st.integers(4, 9))}
@@ -155,8 +156,12 @@ def test_every_counted_token_stands_once_and_sees_its_own_sequence_up_to_itself(
     (tokens, mask, counts), layout, *_ = made
     rows, source = layout.place(tokens), layout.source
     seen = []
+    scored, previous = layout.scored, layout.previous
+    if scored is None:  # the last columns
+        scored = np.broadcast_to(np.arange(tokens.shape[1]), rows.shape)[:, -layout.is_scored.shape[1] :]
+        previous = scored - 1
     for row, nth in np.argwhere(layout.is_scored):
-        column, before = layout.scored[row, nth], layout.previous[row, nth]
+        column, before = scored[row, nth], previous[row, nth]
         b, t = divmod(source[row, column], tokens.shape[1])
         seen.append((b, t))
         sequence = tokens[b, : t + 1][mask[b, : t + 1]]
@@ -166,8 +171,9 @@ def test_every_counted_token_stands_once_and_sees_its_own_sequence_up_to_itself(
         # what predicts it is the last it sees; that one sees all before it, or the start of its own branch
         assert before == columns[-2] and visible(layout, row, before) == columns[:-1]
     assert sorted(seen) == [tuple(place) for place in np.argwhere(counts)]
-    assert (np.diff(layout.scored, axis=1)[layout.is_scored[:, 1:]] > 0).all()  # in order
-    assert not layout.scored[~layout.is_scored].any() and not layout.previous[~layout.is_scored].any()
+    assert (np.diff(scored, axis=1)[layout.is_scored[:, 1:]] > 0).all()  # in order
+    if layout.scored is not None:
+        assert not scored[~layout.is_scored].any() and not previous[~layout.is_scored].any()
     # what is placed comes back at the tokens that count
     x_BT = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) + 1
     np.testing.assert_array_equal(layout.back(layout.place(x_BT)), np.where(counts, x_BT, 0))

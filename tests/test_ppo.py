@@ -32,7 +32,7 @@ from tunix_lite.inference.language_model import load
 from tunix_lite.learner.critic import both_optimizers, token_values, with_critic, with_values
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer, num_updates
 from tunix_lite.learner.packing import RowShape
-from tunix_lite.learner.policy import batch_scores
+from tunix_lite.learner.policy import batch_scores, make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder
@@ -125,6 +125,7 @@ def collected(algorithm: PPO, rollout: Rollout, rewards, credit: str = "end", va
     )
     task = SimpleNamespace(
         prompts=lambda examples: [[1]] * len(examples),
+        partner=lambda examples: None,
         grader=lambda examples, count: SimpleNamespace(submit=None, results=lambda rollout: graded),
         conversation=SimpleNamespace(credit=credit, discount=1.0, on_limit="keep"),
     )
@@ -361,7 +362,7 @@ def test_what_routers_did_comes_with_every_score(cfg, rollout, output):
     scores = partial(batch_scores, cfg=cfg, **SCORING)
     alone = jax.jit(scores)(params, rows)
     if output == "score":
-        scores = partial(batch_scores, cfg=replace(cfg, output="score"), **SCORING)
+        scores = make_policy(replace(cfg, output="score"), None, 1.0).scores
         found = jax.jit(scores)(params | {"score": jnp.ones(cfg.embed_dim)}, rows)
     else:
         critic = Critic(output == "own")
@@ -393,7 +394,7 @@ def test_the_head_gets_the_gradient_of_the_value_loss(cfg, params, rollout, is_o
     rows, _ = RowLayout().lay_out(batch)
     both = networks(cfg, params, critic)
     step = train_step(cfg, critic, algorithm)
-    grads, _ = jax.jit(lambda params: step.gradient(params, None, (rows, None)))(both)
+    grads, _ = jax.jit(lambda params: step.gradients(params, None, 0, rows, None))(both)
 
     layers = both[CRITIC] if is_own else params
     meta = attention.one_sequence_per_row(batch.token_mask)
@@ -419,7 +420,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(cfg, params, 
     shape = RowShape(2 * width) if packing == "sequences" else RowShape(int(new), 4, width - int(new))
     packed, _ = RowLayout(packing, 1, None, shape, rows_per_part=8).lay_out(batch)
     single, _ = RowLayout().lay_out(batch)
-    gradient = jax.jit(lambda params, rows: step.gradient(params, None, (rows, None)))
+    gradient = jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, None))
     (a, of_single), (b, of_packed) = gradient(both, single), gradient(both, packed)
     for name in ("train/loss", "train/value_loss", "train/value_clipped"):
         np.testing.assert_allclose(of_packed[name], of_single[name], rtol=1e-5)

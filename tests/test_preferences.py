@@ -125,6 +125,7 @@ def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
     graded = SimpleNamespace(rewards=np.zeros(2), dropped=np.zeros(2, bool), metrics={}, each={}, weights={})
     task = SimpleNamespace(
         prompts=lambda examples: None,
+        partner=lambda examples: None,
         grader=lambda examples, G: SimpleNamespace(submit=None, results=lambda rollout: graded),
     )
     likes = {"first": np.array([[0, -1, -3], [0, -5, 0]]), "second": np.array([[0, -2, -1.5], [0, -4, 0]])}

@@ -224,7 +224,7 @@ def test_what_is_dropped_counts_nowhere(workers):
 def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing():
     """By hand: [1, -, 3, 2] has mean 2 and std 1; [4, -, -, -] has nothing to compare; [2, 2, -, 2] agrees."""
     texts = ["a", "nan", "ccc", "bb", "dddd", "raise", "nan", "nan", "bb", "bb", "none", "bb"]
-    policy = Policy(lambda *_, on_finished: said(12), None)
+    policy = Policy(lambda *_, **__: said(12), None)
     algorithm = GRPO(num_generations=4, weighting=per_sequence)
     with task_of(texts).with_workers(RewardsConfig("drop"), lambda text: None) as task:
         batch, metrics, graded = algorithm.collect(policy, task, None, [{}] * 3, None)
@@ -238,7 +238,7 @@ def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing()
 
 def test_an_evaluation_counts_and_says_its_failures():
     texts, lines = ["a", "nan", "loop", "bb"], []
-    policy = Policy(lambda *_, temperature, on_finished: said(4), None)
+    policy = Policy(lambda *_, **__: said(4), None)
     with task_of(texts).with_workers(RewardsConfig("drop", 0.5), lines.append) as task:
         seen = evaluate(policy, task, None, task.held_out(4), None).metrics
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5

@@ -48,7 +48,8 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    return jax.jit(lambda batch: accumulate(gradient, batch, parts))(batch)
+    fields = {name: value for name, value in vars(batch).items() if value is not None}
+    return jax.jit(partial(accumulate, gradient))(RowBatch(**fields, max_parts=parts))
 
 
 def relative_difference(a, b) -> float:
@@ -70,11 +71,13 @@ def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, e
     set_mesh(shards, 1)
     x = put(-np.arange(8.0, 0.0, -1.0, dtype=np.float32).reshape(8, 1), "batch", "seq")
 
-    def of_part(x):
+    def of_part(rows):
+        x = rows.tokens
         return {"w": jnp.sum(x)}, {"train/most": Max(jnp.max(x)), "train/sum": jnp.sum(x)}
 
     places = {"w": put(np.float32(0)).sharding}
-    grads, metrics = jax.jit(lambda x: accumulate(of_part, x, 4, None, places, every))(x)
+    rows = RowBatch(x, x, x, max_parts=4)
+    grads, metrics = jax.jit(lambda rows: accumulate(of_part, rows, places, every))(rows)
     assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
 

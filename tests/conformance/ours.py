@@ -97,6 +97,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
     task = SimpleNamespace(
         long_prompts="error",
         prompts=lambda examples: None,
+        partner=lambda examples: None,
         grader=lambda examples, G: grader,
         demonstrations=lambda examples: (tokens, token_mask, counted),
         segments=lambda examples: None,

@@ -13,6 +13,9 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import takes
 
+# rewards [P, G] -> advantages [P, G]
+Advantages = Callable[..., np.ndarray]
+
 
 @dataclass(frozen=True)
 class WholeBatch:
@@ -38,9 +41,8 @@ def centre(rewards_PG: np.ndarray) -> np.ndarray:
     """r - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-    agree_P1 = rewards_PG.min(axis=1, keepdims=True) == rewards_PG.max(axis=1, keepdims=True)
     # a mean of equal numbers can be off by a rounding
-    return np.where(agree_P1, 0.0, centred_PG)
+    return np.where(np.ptp(rewards_PG, axis=1, keepdims=True) > 0, centred_PG, 0.0)
 
 
 def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
@@ -96,9 +98,7 @@ def batch_scaled(
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
     # what is dropped would make the scale nan
-    all_rewards = rewards_PG[is_kept_PG]
-    centred = _centred_all(all_rewards)
-    std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
+    centred, std = _centred_all(rewards_PG[is_kept_PG])
     if mean == "group":
         return _centred_groups(rewards_PG) / (std + eps)
     return _placed(is_kept_PG, centred / (std + eps))
@@ -146,8 +146,7 @@ def per_reward(
         count_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True) - 1, 1)
         std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / count_P1)
         total_PG += whole.weights.get(name, 1.0) * centred_PG / (std_P1 + eps)
-    centred = _centred_all(total_PG[is_kept_PG])
-    std = np.sqrt((centred**2).sum() / max(len(centred) - 1, 1))
+    centred, std = _centred_all(total_PG[is_kept_PG])
     return _placed(is_kept_PG, centred / (std + eps))
 
 
@@ -162,49 +161,52 @@ def _centred_groups(values_PG: np.ndarray) -> np.ndarray:
     """r - mean of the group without what is nan, where it is 0; exactly 0 where a group agrees."""
     is_kept_PG = ~np.isnan(values_PG)
     counts_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True), 1)
-    mean_P1 = np.where(is_kept_PG, values_PG, 0.0).sum(axis=1, keepdims=True) / counts_P1
-    least_P1 = np.where(is_kept_PG, values_PG, np.inf).min(axis=1, keepdims=True)
-    most_P1 = np.where(is_kept_PG, values_PG, -np.inf).max(axis=1, keepdims=True)
-    return np.where(is_kept_PG & (least_P1 < most_P1), values_PG - mean_P1, 0.0)
+    centred_PG = values_PG - np.nansum(values_PG, axis=1, keepdims=True) / counts_P1
+    is_mixed_P1 = ~groups_that_agree(values_PG)[:, None]
+    return np.where(is_kept_PG & is_mixed_P1, centred_PG, 0.0)
 
 
-def _centred_all(values: np.ndarray) -> np.ndarray:
-    """Values less their mean; exactly 0 if they are all equal."""
-    if not len(values) or values.min() == values.max():
-        return np.zeros(len(values))
-    return values - values.mean()
+def _centred_all(values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Values less their mean, exactly 0 if they are all equal; and their standard deviation."""
+    has_one = not len(values) or values.min() == values.max()
+    centred = np.zeros(len(values)) if has_one else values - values.mean()
+    return centred, np.sqrt((centred**2).sum() / max(len(values) - 1, 1))
 
 
 # ---- without dropped completions: others are learned from as if these had never been there
 
 
 def advantages_of_kept(
-    advantages: Callable[..., np.ndarray],
+    advantages: Advantages,
     rewards_PG: np.ndarray,
-    kept_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
-    """[P, G]; 0 for a dropped completion, and for one that is alone in its group.
+    """[P, G]; 0 for a dropped completion, whose reward is nan, and for one that is alone in its
+    group.
 
-    `advantages` gets whole groups together, groups with a dropped completion one by one; if it has
-    a parameter `whole`, everything at once, nan where dropped."""
-    # One that sees the batch has to know who is missing, so it gets nan in their places.
+    `advantages` gets groups that lack the same completions together, and without them; if it has a
+    parameter `whole`, everything at once, nan where dropped."""
     if takes(advantages, "whole"):
-        is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
-        found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
-        return np.where(is_compared_PG, found_PG, 0.0)
-    result_PG = np.zeros(rewards_PG.shape)
-    is_whole_P = kept_PG.all(axis=1)
-    if is_whole_P.any():
-        result_PG[is_whole_P] = advantages(rewards_PG[is_whole_P])
-    # Groups of other sizes cannot stand in one array, so they go one by one.
-    for p in np.flatnonzero(~is_whole_P & (kept_PG.sum(axis=1) >= 2)):
-        result_PG[p, kept_PG[p]] = advantages(rewards_PG[p : p + 1, kept_PG[p]])[0]
+        return _advantages_of_all(advantages, rewards_PG, whole())
+    result_PG = np.zeros_like(rewards_PG)
+    kept_PG = ~np.isnan(rewards_PG)
+    for kept_G in np.unique(kept_PG, axis=0):
+        if kept_G.sum() > 1:
+            here = np.ix_((kept_PG == kept_G).all(axis=1), kept_G)
+            result_PG[here] = advantages(rewards_PG[here])
     return result_PG
 
 
-def groups_that_agree(rewards_PG: np.ndarray, kept_PG: np.ndarray) -> np.ndarray:
-    """[P] bool: the rewards of the group are all equal, dropped completions apart."""
-    least_P = np.where(kept_PG, rewards_PG, np.inf).min(axis=1)
-    most_P = np.where(kept_PG, rewards_PG, -np.inf).max(axis=1)
-    return least_P >= most_P
+def _advantages_of_all(
+    advantages: Advantages, rewards_PG: np.ndarray, whole: WholeBatch
+) -> np.ndarray:
+    # One that sees the batch has to know who is missing, so it gets nan in their places.
+    kept_PG = ~np.isnan(rewards_PG)
+    compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) > 1)
+    values_PG = advantages(np.where(compared_PG, rewards_PG, np.nan), whole=whole)
+    return np.where(compared_PG, values_PG, 0.0)
+
+
+def groups_that_agree(rewards_PG: np.ndarray) -> np.ndarray:
+    """[P] bool: the rewards of the group are all equal, dropped ones (nan) apart."""
+    return ~(np.fmin.reduce(rewards_PG, axis=1) < np.fmax.reduce(rewards_PG, axis=1))

@@ -23,6 +23,11 @@ from tunix_lite.basics.types import (
     TokenScores,
 )
 
+# what an algorithm collects: the batch, metrics, and the graded completions (None: there are none)
+Collected = tuple[Batch, Metrics, Graded | None]
+# a loss, a number, and its metrics
+LossAndMetrics = tuple[jax.Array, Metrics]
+
 
 class Generate(Protocol):
     """Samples completions. A policy may take more settings than these."""
@@ -36,9 +41,12 @@ class Generate(Protocol):
         *,
         temperature: float = ...,
         on_finished: Callable[[int, Any], None] | None = None,
+        partner: Any = None,
     ) -> Rollout:
         """Returns P * G rows: row p * G + g is generation g of prompt p. It may call
-        on_finished(row, tokens) when a completion has ended; others are graded at the end."""
+        on_finished(row, tokens) when a completion has ended; others are graded at the end.
+        partner: answers the turns of each row's conversation; None: completions are single
+        turns."""
 
 
 class Scorer(Protocol):
@@ -112,8 +120,7 @@ class _GroupGrader(Protocol):
 
 class TaskInterface(Protocol):
     """All that an algorithm may ask of a task (tasks/task.py). One with an environment also has
-    `conversation`, its settings, and partner(examples), an object that answers the turns of one
-    conversation per example: policy.generate takes it."""
+    `conversation`, its settings."""
 
     long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
 
@@ -125,6 +132,10 @@ class TaskInterface(Protocol):
     ) -> Prompts:
         """The same with another message; {names} are fields of the example. max_length: tokens of
         it; None: as many as of any prompt."""
+
+    def partner(self, examples: list[dict]) -> Any | None:
+        """What answers the turns of one conversation per example, for policy.generate; None: the
+        task has no environment."""
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> _GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions.
@@ -249,14 +260,14 @@ class Algorithm(Protocol):
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded | None]:
+    ) -> Collected:
         """Returns the batch to learn from ([B, T], arrays of the host), metrics, to which the
         caller may add, and the graded completions for the samples files (None: there are none).
 
         examples: P rows of data; with `needs.rounds`, P of each round. key: of this step's
         sampling."""
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
         [R, W].
 
@@ -274,11 +285,3 @@ def refuse(problems: Mapping[str, bool]) -> None:
 def takes(piece: Callable[..., Any], parameter: str) -> bool:
     """Returns whether a function that the settings name has this parameter."""
     return parameter in inspect.signature(piece).parameters
-
-
-def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:
-    """Returns the setting of policy.generate that makes completions conversations, one per example;
-    {}: the task has no environment."""
-    partner_of = getattr(task, "partner", None)
-    partner = None if partner_of is None else partner_of(examples)
-    return {} if partner is None else {"partner": partner}

@@ -1,7 +1,7 @@
 """Groups: sample G completions per prompt, grade them, and make a batch of their advantages.
 
 An algorithm that only gives credit differently calls `sample_groups`, then `Groups.batch`. Rewards
-of a conversation go to its turns by TurnCredit.kind:
+of a conversation go to its turns by `conversation.credit`:
 
     end        every turn has the whole: r_1 + ... + r_n
     turn       a turn has what followed it: r_k
@@ -12,6 +12,7 @@ of the conversations of a group are compared, one value each, as the steps of a 
 process supervision (arXiv:2402.03300, section 4.1.3).
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -20,40 +21,18 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.advantages import (
+    Advantages,
     WholeBatch,
     advantages_of_kept,
     groups_that_agree,
 )
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes, who_answers
-from tunix_lite.algorithms.weighting import weights_of_learned
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes
+from tunix_lite.algorithms.weighting import Weighting, weights_of_learned
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
 
 # folded into the key of further rounds; sampling folds the number of a prompt into the key that it
 # gets
 ROUNDS = 0xD4A90
-# rewards [P, G] -> advantages [P, G]; completion mask [B, T] -> loss weights [B, T]
-Advantages = Callable[..., np.ndarray]
-Weighting = Callable[..., np.ndarray]
-
-
-@dataclass(frozen=True)
-class TurnCredit:
-    """Assigns the rewards of a conversation to its turns.
-    Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0]."""
-
-    kind: str = "end"  # end, turn or discount
-    # factor of `discount` for each turn between a turn and a reward
-    discount: float = 1.0
-
-    def values(self, rewards: Sequence[float]) -> np.ndarray:
-        """Returns the value of each turn of a conversation, float64."""
-        values = np.array(rewards, np.float64)
-        if self.kind == "end":
-            return np.full(len(values), values.sum())
-        discount = 0.0 if self.kind == "turn" else self.discount
-        for k in range(len(values) - 2, -1, -1):
-            values[k] += discount * values[k + 1]
-        return values
 
 
 @dataclass(frozen=True)
@@ -63,56 +42,54 @@ class Groups:
 
     rollout: Rollout
     graded: Graded
-    rewards_PG: np.ndarray  # float64; nan where dropped
-    kept_PG: np.ndarray  # bool: False where a reward failed and rewards.on_error=drop
-    # bool: of those that are kept, False where one is compared, but not learned from
+    rewards_PG: np.ndarray  # float64; nan where a reward failed and rewards.on_error=drop
+    # bool: False where dropped, and where one is compared, but not learned from
     learned_PG: np.ndarray
-    # metrics of all completions that were sampled; None: the groups hold all of them
-    of_all: Metrics | None = None
+    # of sampling and of the rewards of all completions that were sampled
+    metrics: Metrics
     # parts of the rewards beside those of the task, [P, G], by name
     added: dict[str, np.ndarray] = field(default_factory=dict)
-    # credit of turns in conversations; None: there are no turns
-    credit: TurnCredit | None = None
+    # factor of a reward for each turn between it and the turn that gets it; None: credit=end
+    turn_discount: float | None = None
 
     def batch(
         self,
         advantages: Advantages,
         weighting: Weighting,
         num_mini_batches: int = 1,
-        advantage_clip: float | None = None,
     ) -> Batch:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
-        advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
+        advantages: as in `token_advantages`. weighting: completion mask [B, T] ->
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
         # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
-        P, G = self.learned_PG.shape
+        rollout = self.rollout
+        prompt_P1 = np.arange(len(self.learned_PG))[:, None]
         return Batch(
-            tokens=self.rollout.tokens,
-            token_mask=self.rollout.token_mask,
+            tokens=rollout.tokens,
+            token_mask=rollout.token_mask,
             loss_weight=weights_of_learned(
                 weighting,
-                np.asarray(self.rollout.completion_mask),
-                self.learned_PG.reshape(-1),
-                np.repeat(np.arange(P), G),
+                np.asarray(rollout.completion_mask),
+                np.where(self.learned_PG, prompt_P1, -1).reshape(-1),
                 num_mini_batches,
             ),
-            advantages=self.token_advantages(advantages, advantage_clip),
-            old_logprobs=self.rollout.full_logprobs,
-            routes=self.rollout.routes,
+            advantages=self.token_advantages(advantages),
+            old_logprobs=rollout.full_logprobs,
+            routes=rollout.routes,
         )
 
-    def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
-        """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
-        where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        # no limit is a limit that nothing reaches: one clip serves both
-        limit = np.inf if limit is None else limit
-        shape = self.rollout.tokens.shape
-        if self.credit is None or self.credit.kind == "end":
-            of_kept = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
-            advantages_B1 = np.clip(of_kept, -limit, limit).reshape(-1, 1)
-            return np.broadcast_to(advantages_B1, shape).astype(np.float32)
+    def token_advantages(self, function: Advantages) -> np.ndarray:
+        """[B, T] float32: the advantage of a completion at each of its tokens; 0 where dropped.
+        function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
+        if self.turn_discount is not None:
+            return self._of_turns(function)
+        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
+        advantages_B1 = advantages_PG.astype(np.float32).reshape(-1, 1)
+        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
 
+    def _of_turns(self, function: Advantages) -> np.ndarray:
+        """[B, T]: the advantage of each turn of a conversation at its tokens."""
         # What is in the rewards beside those of the environment belongs to the last turn: the
         # rewards of the turns then sum to the reward of the conversation.
         totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
@@ -120,12 +97,12 @@ class Groups:
             [*of_turns[:-1], of_turns[-1] + (total - sum(of_turns))]
             for of_turns, total in zip(self.graded.turn_rewards, totals_B)
         ]
-        of_rows = turn_advantages(function, self.credit, rewards, self.kept_PG)
-        advantages_BT = np.zeros(shape, np.float32)
+        of_rows = turn_advantages(function, self.turn_discount, rewards, self.kept_PG)
+        advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
         for row, conversation in enumerate(self.rollout.conversations):
             for turn, value in zip(conversation.turns, of_rows[row]):
                 advantages_BT[row, turn.begin : turn.end] = value
-        return np.clip(advantages_BT, -limit, limit)
+        return advantages_BT
 
     def whole(self) -> WholeBatch:
         """Facts for an advantage function beside the rewards."""
@@ -154,17 +131,14 @@ class Groups:
         return np.asarray(self.rollout.completion_mask).sum(axis=1)
 
     @property
-    def agree(self) -> np.ndarray:
-        """[P] bool: the rewards of the group are all equal, so that nothing is to be learned."""
-        return groups_that_agree(self.rewards_PG, self.kept_PG)
+    def kept_PG(self) -> np.ndarray:
+        """bool: False where dropped."""
+        return ~np.isnan(self.rewards_PG)
 
     @property
-    def metrics(self) -> Metrics:
-        """Metrics of sampling and of the rewards, and the share of zero-advantage groups."""
-        if self.of_all is not None:
-            return dict(self.of_all)
-        agree = float(self.agree.mean())
-        return self.rollout.metrics | self.graded.metrics | {"reward/groups_that_agree": agree}
+    def agree(self) -> np.ndarray:
+        """[P] bool: the rewards of the group are all equal, so that nothing is to be learned."""
+        return groups_that_agree(self.rewards_PG)
 
 
 def sample_groups(
@@ -183,22 +157,27 @@ def sample_groups(
     # The grader is there before sampling starts: rewards run while other completions are sampled.
     grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
-    answers = who_answers(task, repeated)
-    rollout = policy.generate(
-        params, prompts, key, num_generations, on_finished=grader.submit, **answers
-    )
+    options = {"on_finished": grader.submit, "partner": task.partner(repeated)}
+    rollout = policy.generate(params, prompts, key, num_generations, **options)
     graded = grader.results(rollout)
     rewards_PG = graded.rewards.reshape(-1, num_generations)
-    kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
-    groups = Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
+    agree = float(groups_that_agree(rewards_PG).mean())
+    metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
+    groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    if rollout.conversations is None:
-        return groups
+    return groups if rollout.conversations is None else _of_conversations(groups, task)
+
+
+def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
+    """The groups as the settings of conversations have them: credit of turns, and no weight where
+    there was no room for the end."""
     settings = task.conversation
-    groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
+    if settings.credit != "end":
+        discount = settings.discount if settings.credit == "discount" else 0.0
+        groups = replace(groups, turn_discount=discount)
     if settings.on_limit == "mask":
-        is_whole_B = np.array([not one.reached_limit for one in rollout.conversations])
-        groups = groups.learning_from(is_whole_B.reshape(rewards_PG.shape))
+        limited_B = np.array([one.reached_limit for one in groups.rollout.conversations])
+        groups = groups.learning_from(~limited_B.reshape(groups.rewards_PG.shape))
     return groups
 
 
@@ -211,9 +190,18 @@ def scored_in_parts(
     return np.concatenate([score(part) for part in parts])
 
 
+def turn_values(rewards: Sequence[float], discount: float) -> np.ndarray:
+    """The value of each turn of a conversation, float64: its reward, and the values of later turns.
+    Example: turn_values([0.0, 1.0], 0.5) is [0.5, 1.0]."""
+    values = np.array(rewards, np.float64)
+    for k in range(len(values) - 2, -1, -1):
+        values[k] += discount * values[k + 1]
+    return values
+
+
 def turn_advantages(
     function: Advantages,
-    credit: TurnCredit,
+    discount: float,
     turn_rewards: Sequence[Sequence[float]],
     kept_PG: np.ndarray,
 ) -> list[np.ndarray]:
@@ -224,13 +212,13 @@ def turn_advantages(
     of a group side by side. Raises ValueError for one that compares whole completions."""
     if takes(function, "whole"):
         raise ValueError(
-            f"conversation.credit={credit.kind} compares turns, and the advantages of this "
+            "conversation.credit=turn and discount compare turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
         )
     row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
     for p, kept_G in enumerate(kept_PG):
         rows = p * len(kept_G) + np.flatnonzero(kept_G)
-        values = [credit.values(turn_rewards[row]) for row in rows]
+        values = [turn_values(turn_rewards[row], discount) for row in rows]
         # one turn has nothing to be compared with
         if sum(map(len, values)) < 2:
             continue
@@ -275,10 +263,8 @@ def sample_mixed_groups(
     fillers = np.flatnonzero(~is_mixed)[: num_prompts - len(first_mixed)]
     chosen = np.sort(np.concatenate([first_mixed, fillers]))
     rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
-    rewards_PG, kept_PG, learned_PG = (
-        np.concatenate([getattr(groups, name) for groups in rounds])
-        for name in ("rewards_PG", "kept_PG", "learned_PG")
-    )
+    rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
+    learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
 
     # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
     # and counts are summed.
@@ -296,9 +282,10 @@ def sample_mixed_groups(
             metrics[name] = max(values) if rest.startswith("max") else min(values)
         else:
             metrics[name] = sum(values) / len(values)
+    rewards = rewards_PG[~np.isnan(rewards_PG)]
     metrics |= {
-        "reward/mean": float(rewards_PG[kept_PG].mean()),
-        "reward/std": float(rewards_PG[kept_PG].std()),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
         "prompts/drawn": len(is_mixed),
         "prompts/mixed": int(is_mixed.sum()),
         "prompts/kept": len(first_mixed),
@@ -308,10 +295,9 @@ def sample_mixed_groups(
         rollout=_chosen_rows([groups.rollout for groups in rounds], rows),
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=rewards_PG[chosen],
-        kept_PG=kept_PG[chosen],
         learned_PG=learned_PG[chosen] & is_mixed[chosen][:, None],
-        of_all=metrics,
-        credit=rounds[0].credit,
+        metrics=metrics,
+        turn_discount=rounds[0].turn_discount,
     )
 
 
@@ -325,21 +311,17 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
     """Selects completions number `rows` of all parts together. Metrics and weights are those of the
     first part."""
 
-    def chosen(values: list) -> Rollout | np.ndarray | list | dict | None:
-        first = values[0]
-        if first is None:
-            return None
-        if isinstance(first, Rollout):
-            return _chosen_rows(values, rows)
-        if isinstance(first, dict):
-            return {name: chosen([value[name] for value in values]) for name in first}
-        if isinstance(first, list):
-            together = [item for value in values for item in value]
+    def chosen(*values: np.ndarray | list) -> np.ndarray | list:
+        if isinstance(values[0], list):
+            together = list(itertools.chain(*values))
             return [together[row] for row in rows] if together else []
         return np.concatenate(values)[rows]
 
-    # they are of the batch, and not of a completion
-    of_all = {"metrics", "weights", "num_generations"}
+    # these are of the batch, and not of a completion
+    of_all = {"metrics", "weights", "num_generations", "rollout"}
     names = {field.name for field in fields(Graded)} - of_all
-    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
+    of_each = [{name: getattr(part, name) for name in names} for part in parts]
+    taken = jax.tree.map(chosen, *of_each, is_leaf=lambda x: isinstance(x, list))
+    if parts[0].rollout is not None:
+        taken["rollout"] = _chosen_rows([part.rollout for part in parts], rows)
     return replace(parts[0], **taken)

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms import kl
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, takes
+from tunix_lite.algorithms.algorithm import (
+    Collected,
+    LossAndMetrics,
+    Needs,
+    Policy,
+    TaskInterface,
+    takes,
+)
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
 from tunix_lite.algorithms.groups import (
     Groups,
@@ -27,7 +34,7 @@ from tunix_lite.algorithms.groups import (
 from tunix_lite.algorithms.objective import Objective
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -57,27 +64,31 @@ class GRPO(Objective):
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded]:
+    ) -> Collected:
         """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
         the graded completions."""
         sample = sample_groups
         if self.agreeing_groups == "replace":
             sample = partial(sample_mixed_groups, max_rounds=self.max_rounds)
         groups = sample(policy, task, params, examples, key, self.num_generations)
-        metrics = groups.metrics
 
         # Settings beside the default: what is not learned from, and what is added to the rewards.
         if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
             groups = self.selected(groups)
-        batch = groups.batch(
-            self.advantages, self.weighting, self.mini_batches, self.advantage_clip
-        )
+        batch = groups.batch(self.advantages, self.weighting, self.mini_batches)
 
         # And log-probabilities that sampling does not give.
+        metrics = groups.metrics
         if self.old_logprobs != "whole" or self.kl_coef:
-            batch, of_scoring = self.scored(batch, groups, policy, params)
-            metrics |= of_scoring
+            batch, metrics = self.scored(batch, groups, policy, params)
+        if self.advantage_clip is not None:
+            batch = self.clipped(batch)
         return batch, metrics, groups.graded
+
+    def clipped(self, batch: Batch) -> Batch:
+        """Keeps advantages within +- advantage_clip."""
+        limit = self.advantage_clip
+        return batch.replace(advantages=np.clip(batch.advantages, -limit, limit))
 
     def selected(self, groups: Groups) -> Groups:
         """Gives no weight where nothing is learned, and adds to the rewards that are compared."""
@@ -98,7 +109,7 @@ class GRPO(Objective):
         # A KL term in the reward is of every completion that is compared, learned from or not.
         mask_BT = np.asarray(groups.rollout.completion_mask)
         learned_BT = batch.loss_weight
-        metrics: Metrics = {}
+        metrics = groups.metrics
         if self.is_kl_reward:
             batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
         if self.old_logprobs == "sampled":
@@ -118,49 +129,61 @@ class GRPO(Objective):
         batch = batch.replace(loss_weight=learned_BT)
         if self.old_logprobs == "rescored":
             # also without a correction: its metrics say how far sampler and trainer are apart
-            batch, metrics = corrected(self.correction, batch, sampler_BT)
+            batch, of_correction = corrected(self.correction, batch, sampler_BT)
+            metrics = metrics | of_correction
         if self.is_kl_reward:
             # k1 of each completion: the sum over its tokens, learned from or not
             gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
             k1_B = np.where(mask_BT, gap_BT, 0.0).sum(axis=1)
             groups = groups.with_reward("kl", -self.kl_coef * k1_B)
-            advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
-            batch = batch.replace(advantages=advantages_BT)
+            batch = batch.replace(advantages=groups.token_advantages(self.advantages))
         return batch, metrics
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
-        # the gain of each token, by its ratio and its advantage
         # 0 at tokens that do not count, whatever fills them: a mean over a completion adds them up
         counts_RW = batch.loss_weight != 0
-        gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
+        logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
+        old_logprobs_RW = jnp.where(counts_RW, batch.old_logprobs, 0.0)
+        gap_RW = logprobs_RW - old_logprobs_RW
         log_ratio_RW = self.ratio(gap_RW, batch)
+        ratio_RW = jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         terms = TokenTerms(
-            ratio=jnp.exp(jnp.clip(log_ratio_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)),
-            log_ratio=log_ratio_RW,
-            advantages=batch.advantages,
-            logprobs=jnp.where(counts_RW, scores.logprobs, 0.0),
-            old_logprobs=jnp.where(counts_RW, batch.old_logprobs, 0.0),
-            gap=gap_RW,
-            batch=batch,
+            ratio_RW,
+            log_ratio_RW,
+            batch.advantages,
+            logprobs_RW,
+            old_logprobs_RW,
+            gap_RW,
+            batch,
         )
-        bounds = None
-        if takes(self.surrogate, "bounds"):
-            bounds = Bounds(self.clip_low, self.clip_high)
-        gain = self.surrogate(terms) if bounds is None else self.surrogate(terms, bounds)
-        metrics = ratio_metrics(terms, gain, bounds)
+
+        # the gain of each token, by its ratio and its advantage
+        clips = takes(self.surrogate, "bounds")
+        bounds = [Bounds(self.clip_low, self.clip_high)] if clips else []
+        gain = self.surrogate(terms, *bounds)
+        metrics = ratio_metrics(terms, gain, *bounds)
         if batch.streams or self.off_policy_delta is not None:
             gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= of_correction
         loss = -jnp.sum(batch.loss_weight * gain.gain)
+        if self.kl_coef or self.entropy_coef:
+            loss, of_penalties = self.penalised(loss, terms, scores)
+            metrics |= of_penalties
+        return loss, metrics
 
-        # the KL term, and the entropy of what each token is drawn from
+    def penalised(
+        self, loss: jax.Array, terms: TokenTerms, scores: TokenScores
+    ) -> LossAndMetrics:
+        """Adds the KL term, and takes off the entropy of what each token is drawn from."""
+        weight_RW = terms.batch.loss_weight
+        metrics: Metrics = {}
         if self.kl_coef:
-            kl_of_tokens_RW = kl.token_kl(self.kl_estimator, terms)
-            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl_of_tokens_RW)
+            kl_RW = kl.token_kl(self.kl_estimator, terms)
+            metrics["train/kl"] = jnp.sum(weight_RW * kl_RW)
             if not self.is_kl_reward:
                 loss += self.kl_coef * metrics["train/kl"]
         if self.entropy_coef:
-            loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
+            loss -= self.entropy_coef * jnp.sum(weight_RW * scores.entropy)
         return loss, metrics

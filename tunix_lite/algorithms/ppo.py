@@ -154,7 +154,7 @@ class PPO:
         score = partial(scored_in_parts, batch=read, num_mini_batches=self.mini_batches)
         values_BT = np.float64(score(partial(policy.values, params)))
         rewards_BT = token_rewards(groups, steps_BT)
-        metrics = groups.metrics
+        metrics = dict(groups.metrics)
         if self.kl_coef:
             gap_BT = np.float64(batch.old_logprobs) - score(policy.scorers["reference"])
             k1_BT = np.where(steps_BT, gap_BT, 0.0)
@@ -209,15 +209,14 @@ class PPO:
 
 def token_rewards(groups: Groups, steps_BT: np.ndarray) -> np.ndarray:
     """The rewards of completions at the last of their steps, [B, T] float64; with
-    conversation.credit=turn, what the environment gave for a turn at the last step of the turn."""
+    conversation.credit=turn or discount, what the environment gave for a turn at its last step."""
     rewards_BT = np.zeros(steps_BT.shape)
     totals_B = np.nan_to_num(groups.rewards_PG).reshape(-1)
-    has_turns = groups.credit is not None and groups.credit.kind != "end"
     for row, rest in enumerate(totals_B):
         columns = np.flatnonzero(steps_BT[row])
         if not len(columns):
             continue
-        if has_turns:
+        if groups.turn_discount is not None:
             turns = groups.rollout.conversations[row].turns
             for turn, reward in zip(turns, groups.graded.turn_rewards[row]):
                 # of a turn without any step, the step before it

@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import (
+    Collected,
+    LossAndMetrics,
+    Needs,
+    Policy,
+    TaskInterface,
+)
 from tunix_lite.algorithms.weighting import per_token, weights_of_learned
-from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -34,21 +40,19 @@ class SFT:
         params: Params,
         examples: list[dict],
         key: jax.Array,
-    ) -> tuple[Batch, Metrics, None]:
+    ) -> Collected:
         """Demonstrations -> the batch to learn from. It asks nothing of the policy."""
         tokens, token_mask, completion_mask = task.demonstrations(examples)
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
         if task.long_prompts == "truncate":
             metrics["prompts/truncated"] = task.truncated(examples)
         # each is of a prompt of its own
-        count = len(tokens)
-        weights = weights_of_learned(
-            self.weighting, completion_mask, np.ones(count, bool), np.arange(count), 1
-        )
+        prompts = np.arange(len(tokens))
+        weights = weights_of_learned(self.weighting, completion_mask, prompts, 1)
         batch = Batch(tokens, token_mask, weights, segment_ids=task.segments(examples))
         return batch, metrics, None
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         metrics = {}
         if scores.is_likeliest is not None:
             metrics["train/token_accuracy"] = jnp.sum(batch.loss_weight * scores.is_likeliest)

@@ -48,13 +48,14 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     bounded_RW = clipped_RW * terms.advantages
     # The lower of the two is a pessimist: a step that goes too far gains nothing, and one that must
     # come back still has its gradient.
-    gain_RW = jnp.minimum(plain_RW, bounded_RW)
-    limited_RW = plain_RW > bounded_RW
-    if dual is None:
-        return Gain(gain_RW, limited_RW)
-    least_RW = dual * terms.advantages
-    is_beyond_RW = (terms.advantages < 0) & (gain_RW < least_RW)
-    return Gain(jnp.where(is_beyond_RW, least_RW, gain_RW), limited_RW | is_beyond_RW)
+    gain = Gain(jnp.minimum(plain_RW, bounded_RW), plain_RW > bounded_RW)
+    return gain if dual is None else _not_below(gain, dual, terms.advantages)
+
+
+def _not_below(gain: Gain, dual: float, advantages_RW: jax.Array) -> Gain:
+    least_RW = dual * advantages_RW
+    is_beyond_RW = (advantages_RW < 0) & (gain.gain < least_RW)
+    return Gain(jnp.where(is_beyond_RW, least_RW, gain.gain), gain.limited | is_beyond_RW)
 
 
 def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:
@@ -123,33 +124,29 @@ def policy_gradient(terms: TokenTerms) -> Gain:
 # ---- what is logged of a surrogate
 
 
-def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None) -> Metrics:
+def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None = None) -> Metrics:
     """Returns metrics of the distance between the policy and the one that sampled, also as NeMo-RL
     and prime-rl measure it, and of the surrogate's clipping. bounds: None where it has none."""
-    weight_RW = terms.batch.loss_weight
-    gap_RW = jnp.abs(terms.gap)
-    metrics = {
-        "train/sampler_gap": jnp.sum(weight_RW * gap_RW),
-        "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(gap_RW))),
-    }
-    counts_RW = weight_RW != 0
-    ratio_RW = jax.lax.stop_gradient(terms.ratio)
     # A metric must not become infinite while the loss, which clips too, stays finite.
-    bounded_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3_RW = jnp.expm1(bounded_RW) - bounded_RW
-    metrics |= {
-        "train/ratio_mean": jnp.sum(weight_RW * ratio_RW),
-        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
-        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
-        "train/sampler_mult_prob_error": jnp.sum(weight_RW * jnp.exp(jnp.abs(bounded_RW))),
-        "train/sampler_k3": jnp.sum(weight_RW * k3_RW),
+    ratio_RW = terms.ratio
+    gap_RW = terms.gap
+    bounded_RW = jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    means = {
+        "train/sampler_gap": jnp.abs(gap_RW),
+        "train/ratio_mean": ratio_RW,
+        "train/sampler_mult_prob_error": jnp.exp(jnp.abs(bounded_RW)),
+        "train/sampler_k3": jnp.expm1(bounded_RW) - bounded_RW,
     }
     if bounds is not None:
-        is_outside_RW = terms.ratio != bounds.clip(terms.ratio)
-        metrics["train/ratio_outside_clip"] = jnp.sum(weight_RW * is_outside_RW)
+        means["train/ratio_outside_clip"] = ratio_RW != bounds.clip(ratio_RW)
     if gain.limited is not None:
-        is_low_RW = gain.limited & (terms.ratio < 1)
-        is_high_RW = gain.limited & (terms.ratio > 1)
-        metrics["train/clipped_low"] = jnp.sum(weight_RW * is_low_RW)
-        metrics["train/clipped_high"] = jnp.sum(weight_RW * is_high_RW)
-    return metrics
+        means["train/clipped_low"] = gain.limited & (ratio_RW < 1)
+        means["train/clipped_high"] = gain.limited & (ratio_RW > 1)
+    weight_RW = terms.batch.loss_weight
+    counts_RW = weight_RW != 0
+    return {
+        **{name: jnp.sum(weight_RW * value_RW) for name, value_RW in means.items()},
+        "train/sampler_gap_max": Max(jnp.max(jnp.abs(gap_RW))),
+        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
+        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
+    }

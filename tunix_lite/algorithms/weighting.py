@@ -10,6 +10,9 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import takes
 
+# completion mask [B, T] -> loss weights [B, T]
+Weighting = Callable[..., np.ndarray]
+
 
 def per_token(completion_mask_BT: np.ndarray) -> np.ndarray:
     """Every completion token of the batch counts the same: the global token mean (DAPO,
@@ -45,23 +48,22 @@ def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
 
 
 def weights_of_learned(
-    weighting: Callable[..., np.ndarray],
+    weighting: Weighting,
     completion_mask_BT: np.ndarray,
-    learned_B: np.ndarray,
     prompt_B: np.ndarray,
     num_parts: int,
 ) -> np.ndarray:
     """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
 
-    prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
-    num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
-    its own."""
+    prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets;
+    below 0: it is not learned from. num_parts: the sequences are so many mini-batches, one after
+    the other, and each has weights of its own."""
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
     # Each mini-batch is an update of its own, so it is weighted by itself.
-    for rows in np.split(np.arange(len(learned_B)), num_parts):
-        learned = rows[learned_B[rows]]
+    for rows in np.split(np.arange(len(prompt_B)), num_parts):
+        rows = rows[prompt_B[rows] >= 0]
         # weightings divide by what there is
-        if len(learned):
-            known = {"prompt_B": prompt_B[learned]} if takes(weighting, "prompt_B") else {}
-            weights_BT[learned] = weighting(completion_mask_BT[learned], **known)
+        if len(rows):
+            known = {"prompt_B": prompt_B[rows]} if takes(weighting, "prompt_B") else {}
+            weights_BT[rows] = weighting(completion_mask_BT[rows], **known)
     return weights_BT

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # nested dict of arrays, keyed by the names in the weight table
@@ -67,6 +68,19 @@ class Max:
     value: jax.Array  # a number
     # the metric is -value: the smallest, as `smallest` makes it
     of_negative: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def __add__(self, other: "Max") -> "Max":
+        """Both together: the larger value."""
+        return self.replace(value=jnp.maximum(self.value, other.value))
+
+    def least(self) -> "Max":
+        """The start of a sum: nothing is smaller. `value` may be the shape alone."""
+        return self.replace(value=jnp.full(self.value.shape, -jnp.inf, self.value.dtype))
+
+    @property
+    def number(self) -> jax.Array:
+        """The metric itself."""
+        return -self.value if self.of_negative else self.value
 
 
 def smallest(value: jax.Array) -> Max:
@@ -346,6 +360,8 @@ class RowBatch:
     num_parts: jax.Array | None = (
         None  # [] int32, micro-batches that hold anything; None: all do
     )
+    # [R] keys of the adapters' dropout; None: nothing is dropped
+    dropout_keys: jax.Array | None = None
     # arrays that belong to no token and are never cut up, by name; None: there are none
     constants: dict[str, jax.Array] | None = None
     # micro-batches that the rows can be cut into; `num_parts` of them run
@@ -354,6 +370,11 @@ class RowBatch:
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: there are no lanes
     lane_columns: int = flax.struct.field(pytree_node=False, default=0)
+
+    @property
+    def num_used(self) -> int | jax.Array:
+        """Returns how many micro-batches run."""
+        return self.max_parts if self.num_parts is None else self.num_parts
 
     @property
     def per_row(self) -> "RowBatch":

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
@@ -24,7 +23,7 @@ from tunix_lite.basics.types import (
     TokenScores,
     realigned,
 )
-from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models.divergence import Kind, head_divergence
 from tunix_lite.models.vocabulary import head_spec, token_scores
 from tunix_lite.parallel.mesh import sharding
@@ -117,12 +116,6 @@ def with_divergence(
     scores: policy.batch_scores with its settings."""
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
-
-    def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:
-        # the teacher's stream at the same tokens, [R, M, K]
-        if batch.scored is None:
-            return x_RWK[:, -batch.is_scored.shape[1] :]
-        return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)
 
     def compared(params: Params, batch: RowBatch) -> ComparedScores:
         def head(

@@ -6,6 +6,7 @@ Where sequences are packed, the number of rows that hold something differs from 
 so does the number of parts that run. That number travels with the batch: nothing compiles again.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,45 +15,50 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.basics.types import Max, Metrics
+from tunix_lite.basics.types import Max, Metrics, RowBatch
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 
 # a pytree of arrays
 Tree = Any
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Tree, Metrics]
+# what a micro-batch gives
+OfPart = Callable[[RowBatch], Sums]
+Summand = jax.Array | Max
 
 
-def cut(batch: Tree, parts: int) -> Tree:
-    """Arrays of rows [R, ...] as parts [parts, rows, ...] with equal shares of every shard.
-    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
-    shards = axis_size("fsdp")
+def cut(batch: RowBatch) -> RowBatch:
+    """The rows [R, ...] of a batch as micro-batches [parts, rows, ...] with equal shares of every
+    shard. Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
+    sizes = axis_size("fsdp"), batch.max_parts
 
     def divide(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // (shards * parts)
-        x = x.reshape(shards, parts, rows, *x.shape[1:])
+        inner = x.shape[1:]
         # no row may leave its shard: that would be communication in every part
-        x = x.swapaxes(0, 1)
-        x = x.reshape(parts, shards * rows, *x.shape[3:])
-        return constrain(x, "layers", "batch", *["seq"] * (x.ndim - 2))
+        x = x.reshape(*sizes, -1, *inner).swapaxes(0, 1).reshape(sizes[1], -1, *inner)
+        return constrain(x, "layers", "batch", *["seq"] * len(inner))
 
-    return jax.tree.map(divide, batch)
+    return jax.tree.map(divide, batch.per_row)
+
+
+def uncut(x: jax.Array) -> jax.Array:
+    """The rows of micro-batches, [parts, rows, ...], where they were before `cut`: [R, ...]."""
+    inner = x.shape[2:]
+    x = x.reshape(len(x), axis_size("fsdp"), -1, *inner).swapaxes(0, 1).reshape(-1, *inner)
+    return constrain(x, "batch", *["seq"] * len(inner))
 
 
 def accumulate(
-    fn: Callable[[Tree], Sums],
-    batch: Tree,
-    parts: int,
-    num_used: jax.Array | None = None,
+    fn: OfPart,
+    batch: RowBatch,
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
-    """The sums of fn over the parts of a batch: (grads, metrics), exact, as both are plain sums. Of
-    a `Max` among the metrics it is the largest.
+    """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
+    metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
 
-    num_used: how many parts hold something, a traced number; None: all. grad_shardings: where each
-    gradient lies; None: wherever the compiler likes. Gradients cross the mesh once in `sync_every`
-    parts."""
+    grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
+    mesh once in `sync_every` micro-batches."""
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -61,60 +67,38 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    def value_of(x: jax.Array | Max) -> jax.Array:
-        if not _is_max(x):
-            return x
-        return -x.value if x.of_negative else x.value
-
-    shards = axis_size("fsdp")
-    num_used = parts if num_used is None else num_used
-    if sync_every > 1 and shards > 1:
-        # Larger parts, each of which every shard adds up by itself.
-        parts = parts // sync_every
-        num_used = -(-num_used // sync_every)
-        fn = _sum_per_shard(fn, sync_every, grad_shardings)
-
-        def split(x: jax.Array) -> jax.Array:
-            # [R, ...] -> [parts, sync_every, shards, rows, ...]
-            x = x.reshape(shards, parts, sync_every, -1, *x.shape[1:])
-            x = jnp.moveaxis(x, 0, 2)
-            spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
-            return jax.lax.with_sharding_constraint(x, spec)
-
-        sums = _sum_parts(fn, jax.tree.map(split, batch), num_used, place)
-    elif parts > 1:
-        sums = _sum_parts(fn, cut(batch, parts), num_used, place)
-    else:
+    if batch.max_parts == 1:
         sums = place(fn(batch))
-    return jax.tree.map(value_of, sums, is_leaf=_is_max)
+    elif sync_every > 1:
+        of_shards = _sum_per_shard(fn, sync_every, grad_shardings)
+        sums = _sum_parts(of_shards, *_cut_per_shard(batch, sync_every), place)
+    else:
+        sums = _sum_parts(fn, cut(batch), batch.num_used, place)
+    return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
 def _sum_parts(
-    fn: Callable[[Tree], Sums],
+    fn: OfPart,
     batch: Tree,
     num_parts: int | jax.Array,
     place: Callable[[Sums], Sums],
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
-    def start_of(x: jax.Array | Max) -> jax.Array | Max:
+    def start_of(x: Summand) -> Summand:
         if _is_max(x):
-            return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+            return x.least()
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-    def both(x: jax.Array | Max, y: jax.Array | Max) -> jax.Array | Max:
-        if _is_max(x):
-            return x.replace(value=jnp.maximum(x.value, y.value))
-        return x + y
-
     def add(i: jax.Array, total: Sums) -> Sums:
-        return jax.tree.map(both, total, place(fn(part_of(batch, i))), is_leaf=_is_max)
+        part = place(fn(part_of(batch, i)))
+        return jax.tree.map(operator.add, total, part, is_leaf=_is_max)
 
-    # a traced number of parts: a loop of XLA, and not a scan
     # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
     start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
+    # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_parts, add, start)
 
 
@@ -127,9 +111,21 @@ def _is_max(leaf: object) -> bool:
     return isinstance(leaf, Max)
 
 
-def _sum_per_shard(
-    fn: Callable[[Tree], Sums], sync_every: int, grad_shardings: Tree | None
-) -> Callable[[Tree], Sums]:
+def _cut_per_shard(batch: RowBatch, sync_every: int) -> tuple[RowBatch, int | jax.Array]:
+    """Arrays of rows [R, ...] -> [parts, sync_every, shards, rows, ...]: larger parts, each of
+    which every shard adds up by itself; and how many of them run."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        parts = batch.max_parts // sync_every
+        x = x.reshape(axis_size("fsdp"), parts, sync_every, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 2)
+        spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return jax.tree.map(divide, batch.per_row), -(-batch.num_used // sync_every)
+
+
+def _sum_per_shard(fn: OfPart, sync_every: int, grad_shardings: Tree | None) -> OfPart:
     """fn over `sync_every` parts, summed on each shard first, and over the shards only then. While
     this lasts, each device holds the sum of its own gradient, not divided over fsdp."""
 
@@ -152,11 +148,9 @@ def _sum_per_shard(
             grads = jax.tree.map(keep_on_shard, grads, grad_shardings)
         return grads, metrics
 
-    def reduce(x: jax.Array | Max) -> jax.Array | Max:
+    def reduce(x: Summand) -> Summand:
         # [shards, ...] -> that of all shards
-        if _is_max(x):
-            return x.replace(value=jnp.max(x.value, axis=0))
-        return jnp.sum(x, axis=0)
+        return x.replace(value=jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
 
     def sum_of_parts(parts: Tree) -> Sums:
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)

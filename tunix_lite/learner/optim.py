@@ -380,7 +380,8 @@ def _decay_mask(params: Params) -> Params:
     biases, scalars of layers and the logarithms of a gated delta net do not."""
     others = ("norm", "bias", "decay", "scalar")
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not _names(path)[-1].endswith(others), params
+        lambda path, _: not jax.tree_util.keystr(path[-1:], simple=True).endswith(others),
+        params,
     )
 
 
@@ -459,9 +460,7 @@ def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any
 
 def _names(path: tuple) -> tuple[str, ...]:
     """The keys and attributes along a path, as text."""
-    return tuple(
-        str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
-    )
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def num_updates(opt_state: Any) -> int:

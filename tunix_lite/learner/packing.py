@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tunix_lite.basics.types import Batch
+
 
 @dataclass(frozen=True)
 class RowShape:
@@ -42,6 +44,13 @@ class RowShape:
     @property
     def width(self) -> int:
         return self.prefix_columns + self.num_lanes * self.lane_columns
+
+    @property
+    def lanes(self) -> dict[str, int]:
+        """Columns of shared prompts and of each lane, as in RowBatch; {}: no prompt is shared."""
+        if not self.prefix_columns:
+            return {}
+        return {"prefix_columns": self.prefix_columns, "lane_columns": self.lane_columns}
 
     @property
     def prefixes(self) -> list["RowShape"]:
@@ -74,12 +83,14 @@ class Packed:
     positions: np.ndarray  # [R, W] int32, place of the token in its own sequence, from 0
     # [R, W] int32, only with shared prompts: 0: the prompt; i: the i-th completion
     completion_ids: np.ndarray | None
-    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none
-    scored: np.ndarray
-    previous: np.ndarray  # [R, M] int32, the column whose hidden state predicts that token
+    # [R, M] int32, columns of the scored tokens, in order; 0 where there is none. None: the last M
+    scored: np.ndarray | None
+    # [R, M] int32, the column whose hidden state predicts that token; None: the one before it
+    previous: np.ndarray | None
     is_scored: np.ndarray  # [R, M] bool
     shape: tuple[int, int]  # (B, T)
-    num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
+    # micro-batches that hold anything; None where the rows are the sequences: all do
+    num_parts: np.int32 | None
     row_shape: RowShape  # one of RowShape.prefixes
 
     def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
@@ -95,25 +106,21 @@ class Packed:
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros((*self.shape, *x_RW.shape[2:]), x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)
-        columns = self.scored[rows, nth]
+        last = x_RW.shape[1] - self.is_scored.shape[1]
+        columns = last + nth if self.scored is None else self.scored[rows, nth]
         flat = x_BT.reshape(-1, *x_RW.shape[2:])
         flat[self.source[rows, columns]] = x_RW[rows, columns]
         return x_BT
 
 
-def unpacked(
-    token_mask_BT: np.ndarray,
-    counts_BT: np.ndarray,
-    segment_ids_BT: np.ndarray | None = None,
-    num_rows: int = 0,
-) -> Packed:
+def unpacked(batch: Batch, num_rows: int = 0, num_scored: int | None = None) -> Packed:
     """The rows are the sequences, unchanged, whose real tokens must be contiguous, and empty rows
-    where there are fewer than num_rows. counts_BT: which tokens count. segment_ids_BT: the
-    documents of each sequence, as in Batch; None: it is one. Raises ValueError where a token counts
-    that nothing predicts."""
-    counts_BT = np.asarray(counts_BT, bool)
-    segment_ids_BT = token_mask_BT if segment_ids_BT is None else segment_ids_BT
-    segment_ids_BT = np.asarray(segment_ids_BT, np.int32)
+    where there are fewer than num_rows. num_scored: the last columns, which have all tokens that
+    count; None: as many as needed. Raises ValueError where a token counts that nothing predicts, or
+    outside of these columns."""
+    counts_BT = np.asarray(batch.loss_weight) != 0
+    documents_BT = batch.token_mask if batch.segment_ids is None else batch.segment_ids
+    segment_ids_BT = np.asarray(documents_BT, np.int32)
     _check_predicted(segment_ids_BT, counts_BT)
     shape = counts_BT.shape
     source_RT = np.arange(counts_BT.size, dtype=np.int32).reshape(shape)
@@ -123,8 +130,17 @@ def unpacked(
         segment_ids_BT = np.pad(segment_ids_BT, below)
         counts_BT = np.pad(counts_BT, below)
 
-    # positions begin anew with each document
+    # a slice of the last columns has all scored tokens
     T = shape[1]
+    needed = T - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
+    if num_scored is None:
+        # in quarters of a row, so that few programs are compiled
+        quarter = -(-T // 4)
+        num_scored = min(T - 1, -(-needed // quarter) * quarter)
+    elif needed > num_scored:
+        raise ValueError(f"tokens count in the last {needed} columns, but {num_scored=}")
+
+    # positions begin anew with each document
     columns = np.arange(T, dtype=np.int32)
     is_first = np.diff(segment_ids_BT, axis=1, prepend=0) != 0
     starts = np.maximum.accumulate(np.where(is_first, columns, 0), axis=1)
@@ -133,17 +149,17 @@ def unpacked(
         segment_ids=segment_ids_BT,
         positions=np.where(segment_ids_BT > 0, columns - starts, 0),
         completion_ids=None,
-        **_scored(counts_BT, np.broadcast_to(columns - 1, counts_BT.shape), RowShape(T)),
+        scored=None,
+        previous=None,
+        is_scored=counts_BT[:, T - num_scored :],
         shape=shape,
-        num_parts=1,
+        num_parts=None,
         row_shape=RowShape(T),
     )
 
 
 def packed(
-    tokens_BT: np.ndarray,
-    token_mask_BT: np.ndarray,
-    counts_BT: np.ndarray,
+    batch: Batch,
     shape: RowShape,
     rows_per_part: int,
     num_parts: int,
@@ -157,12 +173,12 @@ def packed(
     before the last `lane_columns` columns, as far as none of them counts. The narrower of
     `shape.prefixes` is taken where all prompts fit and no more rows are used. Raises ValueError
     where a sequence does not fit into a row, where rows run out, and as `unpacked` does."""
-    token_mask_BT = np.asarray(token_mask_BT, bool)
-    counts_BT = np.asarray(counts_BT, bool)
+    token_mask_BT = np.asarray(batch.token_mask, bool)
+    counts_BT = np.asarray(batch.loss_weight) != 0
 
     # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
-    units = list(_units(np.asarray(tokens_BT).reshape(-1), sequences, shape))
+    units = list(_units(np.asarray(batch.tokens).reshape(-1), sequences, shape))
     places = _first_fit_rows(units, shape)
     for narrow in shape.prefixes[1:]:
         if all(unit.prefix <= narrow.prefix_columns for unit in units):
@@ -203,7 +219,7 @@ def packed(
         **arrays,
         **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
-        num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
+        num_parts=np.int32(max(1, -(-len(fills) // (shards * rows_per_part)))),
         row_shape=shape,
     )
 

@@ -13,16 +13,16 @@ from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
-from tunix_lite.learner.micro_batches import cut, part_of
-from tunix_lite.learner.routing import expert_sums
-from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.micro_batches import cut, part_of, uncut
+from tunix_lite.learner.routing import with_expert_sums
+from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import axis_size, constrain
+from tunix_lite.parallel.mesh import constrain
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}
@@ -37,7 +37,7 @@ class _Rescore:
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
+    compiled: Callable[[Params, RowBatch], jax.stages.Compiled]
     # whether tokens take the experts that the sampler recorded
     replays: bool = False
 
@@ -48,9 +48,6 @@ class _Rescore:
         read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
-
-    def compiled(self, params: Params, batch: RowBatch) -> Callable:
-        return self.program(params, batch)
 
 
 @dataclass(frozen=True)
@@ -80,33 +77,25 @@ def on_every_device(
     """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
     Every device has all of it, so that every process can read it. Parts that hold nothing give
     zeros."""
-    parts = rows.num_parts
-
-    def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-        start = jnp.zeros((parts, *x.shape), x.dtype)
-        return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
-
-    def in_rows(out: jax.Array) -> jax.Array:
-        # back from parts of shards
-        out = out.reshape(parts, axis_size("fsdp"), -1, *out.shape[2:])
-        out = out.swapaxes(0, 1)
-        out = out.reshape(-1, *out.shape[3:])
-        return constrain(out, "batch", *["seq"] * (out.ndim - 1))
 
     def score(params: Params, batch: RowBatch) -> Any:
-        fn = partial(of_part, params)
-        divided = batch.per_row if parts == 1 else cut(batch.per_row, parts)
-
-        def fill(i: jax.Array, out: Any) -> Any:
-            return jax.tree.map(lambda to, x: to.at[i].set(x), out, fn(part_of(divided, i)))
-
-        if parts == 1:
-            scores = fn(divided)
+        if rows.num_parts == 1:
+            scores = of_part(params, batch.per_row)
         else:
+            parts = cut(batch)
+
+            def fill(i: jax.Array, out: Any) -> Any:
+                scores = of_part(params, part_of(parts, i))
+                return jax.tree.map(lambda to, x: to.at[i].set(x), out, scores)
+
+            def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+                start = jnp.zeros((rows.num_parts, *x.shape), x.dtype)
+                return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
+
             # The number of parts that run is traced, so this is a loop of XLA and not a scan.
-            start = jax.tree.map(empty, jax.eval_shape(fn, part_of(divided, 0)))
-            num_used = parts if batch.num_parts is None else batch.num_parts
-            scores = jax.tree.map(in_rows, jax.lax.fori_loop(0, num_used, fill, start))
+            like = jax.eval_shape(of_part, params, part_of(parts, 0))
+            filled = jax.lax.fori_loop(0, batch.num_used, fill, jax.tree.map(empty, like))
+            scores = jax.tree.map(uncut, filled)
         return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)
@@ -132,7 +121,11 @@ def make_policy(
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
-    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+    if cfg.output == "logits":
+        of_head = partial(batch_scores, temperature=temperature)
+    else:
+        of_head = batch_numbers
+    scores = partial(of_head, cfg=cfg, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
@@ -150,7 +143,7 @@ def batch_scores(
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
-    [R, W, V] never exist. Of a reward model the numbers of these tokens, and no entropy.
+    [R, W, V] never exist.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
@@ -159,41 +152,50 @@ def batch_scores(
     hidden_RWD, routed = decoder.forward_and_routes(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )
-    R, W = batch.tokens.shape
-    M = batch.is_scored.shape[1]
-
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
-    # Unpacked rows take slices: gathers take a CPU twice as long as the head.
+    before_RMD = at_scored(hidden_RWD, batch, before=1)
+    targets_RM = at_scored(batch.tokens, batch)
+    table_VD = decoder.output_table(params, cfg)
+    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    scores_RW = jax.tree.map(partial(in_rows, batch=batch), scores_RM)
+    if routed is not None:
+        scores_RW = with_expert_sums(scores_RW, routed, routes, batch)
+    return scores_RW
+
+
+def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
+    """Values [R, M] or [R, M, K] of scored tokens back at the columns of their tokens, [R, W] or
+    [R, W, K], 0 elsewhere."""
+    R, M, *inner = x_RM.shape
+    W = batch.tokens.shape[1]
+    # a row may have fewer scored tokens than M; the rest belongs to no token
+    is_scored = jnp.expand_dims(batch.is_scored, tuple(range(2, x_RM.ndim)))
+    x_RM = jnp.where(is_scored, x_RM, 0)
     if batch.scored is None:
-        before_RMD = hidden_RWD[:, -M - 1 : -1]
-        targets_RM = batch.tokens[:, -M:]
-    else:
-        before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
-        targets_RM = jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
+        return jnp.pad(x_RM, [(0, 0), (W - M, 0), *[(0, 0)] * len(inner)])
+    rows = jnp.zeros((R, W, *inner), x_RM.dtype)
+    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
-    def in_rows(x_RM: jax.Array) -> jax.Array:
-        # values back at the columns of their tokens, 0 elsewhere
-        inner = x_RM.ndim - 2
-        # a row may have fewer scored tokens than M; the rest belongs to no token
-        is_scored = batch.is_scored.reshape(R, M, *[1] * inner)
-        x_RM = jnp.where(is_scored, x_RM, jnp.zeros((), x_RM.dtype))
-        if batch.scored is None:
-            return jnp.pad(x_RM, ((0, 0), (W - M, 0), *[(0, 0)] * inner))
-        rows = jnp.zeros((R, W, *x_RM.shape[2:]), x_RM.dtype)
-        return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
-    if cfg.output != "logits":
-        # the number up to a token, that itself included
-        numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
-        scores_RW = TokenScores(numbers_RW, None)
-    else:
-        table_VD = decoder.output_table(params, cfg)
-        scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-        scores_RW = jax.tree.map(in_rows, scores_RM)
-    # another head has no field for them
-    if routed is None or not hasattr(scores_RW, "experts"):
-        return scores_RW
-    return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
+def batch_numbers(
+    params: Params,
+    batch: RowBatch,
+    *,
+    cfg: Architecture,
+    dtype: DTypeLike,
+    **forward: Any,
+) -> TokenScores:
+    """The numbers that a reward model gives the text up to each scored token, that itself included:
+    float32 [R, W], 0 elsewhere; and no entropy."""
+    meta = attention.meta_of_rows(batch)
+    hidden_RWD, routed = decoder.forward_and_routes(
+        params, cfg, batch.tokens, meta, dtype, **forward
+    )
+    numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
+    scores_RW = TokenScores(numbers_RW, None)
+    if routed is not None:
+        scores_RW = with_expert_sums(scores_RW, routed, None, batch)
+    return scores_RW
 
 
 def token_logprobs(

@@ -9,12 +9,12 @@ no gradient; z is of arXiv:2202.08906.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Metrics
+from tunix_lite.basics.types import Metrics, RowBatch
 from tunix_lite.models.experts import Routed
 
 # among the metrics of a micro-batch, the sums that become numbers once all parts are added up
@@ -65,6 +65,17 @@ def expert_sums(
     )
 
 
+def with_expert_sums(
+    scores_RW: Any, routed: Routed, routes_LRWk: jax.Array | None, batch: RowBatch
+) -> Any:
+    """The scores with these sums; those of another head as they are, which have no field for
+    them."""
+    if not hasattr(scores_RW, "experts"):
+        return scores_RW
+    sums = expert_sums(routed, routes_LRWk, batch.segment_ids > 0)
+    return scores_RW._replace(experts=sums)
+
+
 @dataclass(frozen=True)
 class RouterLoss:
     """The losses of routers, which are added to that of the algorithm.
@@ -92,10 +103,21 @@ class RouterLoss:
         return self.aux_coef * aux + self.z_coef * sums.z / pairs
 
 
+def with_experts(
+    router_loss: RouterLoss | None,
+    sums: ExpertSums,
+    batch: RowBatch,
+    loss: jax.Array,
+    metrics: Metrics,
+) -> tuple[jax.Array, Metrics]:
+    """Adds the losses of routers to the loss of a micro-batch, and the sums to its metrics."""
+    if router_loss is not None:
+        loss += router_loss(sums, batch.constants[LOAD], batch.constants[NUM_TOKENS])
+    return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(sums)}
+
+
 def with_expert_metrics(metrics: Metrics) -> Metrics:
     """The metrics of a whole batch: sums over experts become numbers; others stay."""
-    if EXPERTS not in metrics:
-        return metrics
     sums = metrics[EXPERTS]
     num_layers, num_experts = sums.load.shape
     share_LE = sums.load / jnp.maximum(jnp.sum(sums.load, axis=1, keepdims=True), 1)

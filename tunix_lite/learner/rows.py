@@ -1,7 +1,7 @@
 """Lays out the sequences of a batch as rows on the mesh, and brings values back from there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,6 +15,16 @@ from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
+# fields of a RowBatch that say where its tokens stand
+PLACES = (
+    "segment_ids",
+    "positions",
+    "completion_ids",
+    "scored",
+    "previous",
+    "is_scored",
+    "num_parts",
+)
 
 
 @dataclass(frozen=True)
@@ -39,72 +49,39 @@ class RowLayout:
         """Tokens of a packed row; 0 where the rows are the sequences."""
         return self.shape.width if self.shape else 0
 
-    def lanes(self, shape: RowShape) -> dict[str, int]:
-        """Columns of shared prompts and of each lane in rows of this shape; {}: none is shared."""
-        if self.packing != "prefix":
-            return {}
-        return {"prefix_columns": shape.prefix_columns, "lane_columns": shape.lane_columns}
-
     def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
         """The batch in rows on the mesh, and where its tokens went. Raises ValueError where a field
         has another shape than tokens, where tokens count outside of the last `num_scored` columns,
         and as packing.packed and packing.unpacked do."""
-        # Every field and every stream has a value per token; a stream may have a vector.
-        arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        del arrays["streams"], arrays["constants"]
-        for name, value in batch.streams.items():
-            arrays[f"streams[{name!r}]"] = value[..., 0] if np.ndim(value) == 3 else value
-        if batch.routes is not None:
-            arrays["routes"] = batch.routes[..., 0]
-        shape = np.shape(batch.tokens)
-        for name, value in arrays.items():
-            if value is not None and np.shape(value) != shape:
-                raise ValueError(
-                    f"batch.{name} has shape {list(np.shape(value))}, and tokens have "
-                    f"{list(shape)}: a batch holds one value per token, [B, T]"
-                )
-
-        counts_BT = np.asarray(batch.loss_weight) != 0
-        if self.packing == "none":
-            # a sequence a row; a slice finds the scored tokens, in the last columns
-            packed = packing.unpacked(
-                batch.token_mask, counts_BT, batch.segment_ids, self.num_rows
-            )
-            width = counts_BT.shape[1]
-            needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
-            last = self.num_scored
-            if last is None:
-                # in quarters of a row, so that few programs are compiled
-                quarter = -(-width // 4)
-                last = min(width - 1, -(-needed // quarter) * quarter)
-            elif needed > last:
-                raise ValueError(
-                    f"tokens count in the last {needed} columns, but num_scored={last}"
-                )
-            missing = len(packed.source) - len(counts_BT)
-            is_scored = np.pad(counts_BT[:, width - last :], ((0, missing), (0, 0)))
-            scored_columns = {"is_scored": is_scored}
-        else:
-            counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
-            packed = packing.packed(
-                batch.tokens, batch.token_mask, counts_BT, self.shape, *counts
-            )
-            names = ("scored", "previous", "is_scored", "num_parts")
-            scored_columns = {name: getattr(packed, name) for name in names}
-
         # every value about a token goes where its token goes
-        placed = vars(jax.tree.map(packed.place, batch.replace(segment_ids=None)))
-        del placed["segment_ids"]
-        rows = RowBatch(
-            **placed,
-            **scored_columns,
-            **self.lanes(packed.row_shape),
-            max_parts=self.num_parts,
-            segment_ids=packed.segment_ids,
-            positions=packed.positions,
-            completion_ids=packed.completion_ids,
-        )
+        shape = np.shape(batch.tokens)
+        for path, value in jax.tree_util.tree_leaves_with_path(batch):
+            if np.shape(value)[:2] != shape:
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} has shape {list(np.shape(value))}, and "
+                    f"tokens have {list(shape)}: a batch holds one value per token, [B, T]"
+                )
+        if self.packing == "none":
+            packed = packing.unpacked(batch, self.num_rows, self.num_scored)
+        else:
+            sizes = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch, self.shape, *sizes)
+        values = vars(jax.tree.map(packed.place, batch))
+        places = {name: getattr(packed, name) for name in PLACES}
+        lanes = packed.row_shape.lanes
+        rows = RowBatch(**values | places | lanes, max_parts=self.num_parts)
         return jax.tree.map(on_mesh, rows), packed
+
+
+def at_scored(x_RW: jax.Array, batch: RowBatch, before: int = 0) -> jax.Array:
+    """Values [R, W] or [R, W, K] at the scored tokens: [R, M] or [R, M, K]. before=1: at the tokens
+    whose hidden states predict them."""
+    if batch.scored is None:
+        # the last columns, as a slice: gathers take a CPU twice as long as the head
+        stop = x_RW.shape[1] - before
+        return x_RW[:, stop - batch.is_scored.shape[1] : stop]
+    columns = batch.previous if before else batch.scored
+    return jnp.take_along_axis(x_RW, columns[..., None] if x_RW.ndim == 3 else columns, axis=1)
 
 
 def row_shapes(
@@ -132,6 +109,7 @@ def row_shapes(
     if is_packed:
         columns["scored"] = shape(M, jnp.int32)
         columns["previous"] = shape(M, jnp.int32)
+        columns |= layout.shape.lanes
         columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     return RowBatch(
         tokens=shape(W, jnp.int32),
@@ -142,7 +120,6 @@ def row_shapes(
         segment_ids=shape(W, jnp.int32),
         positions=shape(W, jnp.int32),
         completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
-        **layout.lanes(layout.shape),
         max_parts=layout.num_parts,
     )
 
@@ -165,13 +142,11 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
         narrowed = narrowed.replace(num_parts=rows.num_parts, constants=rows.constants)
         for M in shape.scored_sizes:
             scored = {name: cut(M, getattr(rows, name)) for name in names}
-            every.append(narrowed.replace(**scored, **layout.lanes(shape)))
+            every.append(narrowed.replace(**scored, **shape.lanes))
     return every
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:
     """An array of a batch on the mesh: its rows divided over fsdp; whole on every device where fsdp
     does not divide their number, as a number is. One of jax is there already."""
-    if isinstance(x, jax.Array):
-        return x
-    return put(x, *("batch", "seq", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))
+    return x if isinstance(x, jax.Array) else put(x, *("batch", "seq", "seq")[: np.ndim(x)])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.algorithms.algorithm import Algorithm, LossAndMetrics, Policy
 from tunix_lite.basics.types import Metrics, Params, RowBatch, TrainState
 from tunix_lite.learner.micro_batches import Sums, accumulate
 from tunix_lite.learner.routing import (
@@ -21,6 +21,7 @@ from tunix_lite.learner.routing import (
     NUM_TOKENS,
     RouterLoss,
     with_expert_metrics,
+    with_experts,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
@@ -30,6 +31,9 @@ from tunix_lite.parallel.compiling import compiled_once
 DROPOUT = 0xD0
 # and rounding
 ROUNDING = 0x70D
+
+# (optimizer, state, gradients, loss) -> (new state, metrics)
+Apply = Callable[..., tuple[TrainState, Metrics]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +73,9 @@ class TrainStep:
         shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
         # the new state lies where the old one did
         of_state = shardings[0]
+        step = partial(apply_narrow, seed=self.seed) if is_narrow(state) else apply
         return jax.jit(
-            partial(self.update, grad_shardings=of_state.params),
+            partial(self.update, grad_shardings=of_state.params, apply=step),
             in_shardings=shardings,
             out_shardings=(of_state, None),
             donate_argnums=0,
@@ -78,13 +83,18 @@ class TrainStep:
         )
 
     def update(
-        self, state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
+        self,
+        state: TrainState,
+        frozen: Params | None,
+        batch: RowBatch,
+        grad_shardings: Any,
+        apply: Apply,
     ) -> tuple[TrainState, Metrics]:
-        """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
-        grads, metrics = self.gradients(
-            state.params, frozen, state.step, batch, grad_shardings
-        )
-        state, moved = apply(self.optimizer, state, grads, metrics["train/loss"], self.seed)
+        """The update itself, traced inside of jit. grad_shardings: where each gradient lies. apply:
+        `apply` or `apply_narrow`."""
+        params = state.params
+        grads, metrics = self.gradients(params, frozen, state.step, batch, grad_shardings)
+        state, moved = apply(self.optimizer, state, grads, metrics["train/loss"])
         return state, metrics | moved
 
     def gradients(
@@ -97,36 +107,52 @@ class TrainStep:
     ) -> Sums:
         """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
         as loss_weight is normalised. number: of the update, which dropout depends on."""
-        keys_R = None
-        if self.lora is not None and self.lora.dropout > 0:
-            # One key per sequence of the whole batch: what is dropped does not depend on
-            # micro-batches or the mesh.
-            key = jax.random.fold_in(
-                jax.random.fold_in(jax.random.key(self.seed), DROPOUT), number
-            )
-            rows = jnp.arange(len(batch.tokens))
-            keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-        constants = batch.constants
+        if self.lora and self.lora.dropout:
+            batch = self.with_dropout(batch, number)
         if self.router_loss is not None:
-            constants = self.with_router_totals(params, frozen, batch, keys_R)
-        grads, metrics = accumulate(
-            partial(self.gradient, params, frozen, constants=constants),
-            (batch.per_row, keys_R),
-            batch.max_parts,
-            batch.num_parts,
-            grad_shardings,
-            self.sync_every,
-        )
-        return grads, with_expert_metrics(metrics)
+            batch = self.with_router_totals(params, frozen, batch)
+
+        def gradient(rows: RowBatch) -> Sums:
+            rows = rows.with_constants(batch.constants)
+            grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, rows)
+            # of a complex weight, jax gives the conjugate of the direction in which the loss rises
+            return jax.tree.map(jnp.conj, grads), metrics
+
+        grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every)
+        return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
+
+    def objective(
+        self, params: Params, frozen: Params | None, batch: RowBatch
+    ) -> LossAndMetrics:
+        """The loss of a micro-batch, and its metrics."""
+        acting = acting_params(frozen, params, self.lora, batch.dropout_keys)
+        scores = self.policy.scores(acting, batch)
+        loss, metrics = self.algorithm.loss(scores, batch)
+        if scores.experts is not None:
+            loss, metrics = with_experts(
+                self.router_loss, scores.experts, batch, loss, metrics
+            )
+        ours = {"train/loss": loss}
+        if scores.entropy is not None:
+            ours["train/entropy"] = jnp.sum(batch.loss_weight * scores.entropy)
+        return loss, ours | metrics
+
+    def with_dropout(self, batch: RowBatch, number: jax.Array) -> RowBatch:
+        """The batch with a key per sequence, so that what is dropped does not depend on
+        micro-batches or the mesh."""
+        key = jax.random.fold_in(jax.random.key(self.seed), DROPOUT)
+        key = jax.random.fold_in(key, number)
+        rows = jnp.arange(len(batch.tokens))
+        keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+        return batch.replace(dropout_keys=keys_R)
 
     def with_router_totals(
-        self, params: Params, frozen: Params | None, batch: RowBatch, keys_R: jax.Array | None
-    ) -> dict[str, jax.Array | None]:
-        """The constants of the batch, and what the losses of routers need of all of it."""
+        self, params: Params, frozen: Params | None, batch: RowBatch
+    ) -> RowBatch:
+        """The batch with what the losses of routers need of all of it, as constants."""
 
-        def load_of(part: tuple[RowBatch, jax.Array | None]) -> Sums:
-            rows, keys_R = part
-            acting = acting_params(frozen, params, self.lora, keys_R)
+        def load_of(rows: RowBatch) -> Sums:
+            acting = acting_params(frozen, params, self.lora, rows.dropout_keys)
             scores = self.policy.scores(acting, rows.with_constants(batch.constants))
             return {}, {LOAD: scores.experts.load}
 
@@ -134,47 +160,9 @@ class TrainStep:
         # pass, unless a micro-batch is all of it.
         totals = {LOAD: None}
         if batch.max_parts > 1 and self.router_loss.aux_coef:
-            parts = (batch.per_row, keys_R)
-            sizes = (batch.max_parts, batch.num_parts, None, self.sync_every)
-            totals = accumulate(load_of, parts, *sizes)[1]
+            totals = accumulate(load_of, batch, None, self.sync_every)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
-        return (batch.constants or {}) | totals
-
-    def gradient(
-        self,
-        params: Params,
-        frozen: Params | None,
-        part: tuple[RowBatch, jax.Array | None],
-        constants: dict | None = None,
-    ) -> tuple[Params, Metrics]:
-        """The gradient of a micro-batch: its rows and their dropout keys."""
-        grads, metrics = jax.grad(self.objective, has_aux=True)(
-            params, frozen, part, constants
-        )
-        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
-        return jax.tree.map(jnp.conj, grads), metrics
-
-    def objective(
-        self,
-        params: Params,
-        frozen: Params | None,
-        part: tuple[RowBatch, jax.Array | None],
-        constants: dict | None = None,
-    ) -> tuple[jax.Array, Metrics]:
-        """The loss of a micro-batch, and its metrics."""
-        batch, keys_R = part
-        acting = acting_params(frozen, params, self.lora, keys_R)
-        scores = self.policy.scores(acting, batch.with_constants(constants))
-        loss, metrics = self.algorithm.loss(scores, batch)
-        if scores.experts is not None:
-            metrics = {**metrics, EXPERTS: jax.lax.stop_gradient(scores.experts)}
-        if self.router_loss is not None:
-            loss += self.router_loss(scores.experts, constants[LOAD], constants[NUM_TOKENS])
-        ours = {"train/loss": loss}
-        if scores.entropy is not None:
-            entropy = jnp.sum(batch.loss_weight * scores.entropy)
-            ours["train/entropy"] = jax.lax.stop_gradient(entropy)
-        return loss, ours | metrics
+        return batch.with_constants((batch.constants or {}) | totals)
 
     @functools.cached_property
     def compile_metrics(self) -> Callable[..., jax.stages.Compiled]:
@@ -187,64 +175,69 @@ class TrainStep:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
 
-        constants = batch.constants
         if self.router_loss is not None:
-            constants = self.with_router_totals(params, frozen, batch, None)
+            batch = self.with_router_totals(params, frozen, batch)
 
-        def of_part(part: RowBatch) -> Sums:
-            return {}, self.objective(params, frozen, (part, None), constants)[1]
+        def of_part(rows: RowBatch) -> Sums:
+            rows = rows.with_constants(batch.constants)
+            return {}, self.objective(params, frozen, rows)[1]
 
-        sums = accumulate(of_part, batch.per_row, batch.max_parts, batch.num_parts)
-        return with_expert_metrics(sums[1])
+        _, metrics = accumulate(of_part, batch)
+        return with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 
 
 def apply(
+    optimizer: optax.GradientTransformation, state: TrainState, grads: Params, loss: jax.Array
+) -> tuple[TrainState, Metrics]:
+    """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
+    gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
+    step is counted."""
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    norm = optax.tree.norm(grads)
+    size = optax.tree.norm(updates)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
+    params = optax.apply_updates(state.params, updates)
+    moved = state.replace(params=params, opt_state=opt_state)
+    new = jax.tree.map(partial(jnp.where, is_finite), moved, state)
+    metrics = {
+        "train/grad_norm": norm,
+        "train/update_norm": jnp.where(is_finite, size, 0.0),
+        "train/skipped": 1.0 - is_finite,
+    }
+    return new.replace(step=state.step + 1), metrics
+
+
+def is_narrow(state: TrainState) -> bool:
+    """Whether the state has arrays in bfloat16: training.mixed_precision=bf16_params."""
+    return any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
+
+
+def apply_narrow(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     grads: Params,
     loss: jax.Array,
     seed: int,
 ) -> tuple[TrainState, Metrics]:
-    """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
-    gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
-    step is counted. seed: of rounding."""
-    norm = optax.tree.norm(widen(grads))
-    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    old = state.params, state.opt_state
-    params = widen(state.params)
-    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
-    new = optax.apply_updates(params, updates), opt_state
-
-    # What is kept in bfloat16 is rounded by chance: to the nearest, an update of less than half a
-    # last digit would never arrive. The numbers come from (seed, step), the same on every mesh.
-    old_leaves = jax.tree.leaves(old)
-    leaves, form = jax.tree.flatten(new)
-    if [x.dtype for x in leaves] != [x.dtype for x in old_leaves]:
-        key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-        key = jax.random.fold_in(key, state.step)
-        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        rounded = [
-            round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, old_leaves, keys)
-        ]
-        new = form.unflatten(rounded)
-
-    size = optax.tree.norm(updates)
-    is_finite &= jnp.isfinite(size)
-    params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
-    metrics = {
-        "train/grad_norm": norm,
-        "train/update_norm": jnp.where(is_finite, size, 0.0),
-        "train/skipped": 1.0 - is_finite,
-    }
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    """`apply` of a state that is kept in bfloat16. It is rounded by chance: to the nearest, an
+    update of less than half a last digit would never arrive. The numbers come from (seed, step),
+    the same on every mesh; what has not moved is exact, and stays."""
+    moved, metrics = apply(optimizer, widen(state), widen(grads), loss)
+    old = jax.tree.leaves((state.params, state.opt_state))
+    leaves, form = jax.tree.flatten((moved.params, moved.opt_state))
+    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+    key = jax.random.fold_in(key, state.step)
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    types = [x.dtype for x in old]
+    params, opt_state = form.unflatten(map(round_by_chance, leaves, types, keys))
+    return moved.replace(params=params, opt_state=opt_state), metrics
 
 
 def widen(tree: Any) -> Any:
-    """Floating-point arrays in float32 at least."""
+    """Arrays of bfloat16 as float32; all others as they are."""
 
     def in_float32(x: jax.Array) -> jax.Array:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
     return jax.tree.map(in_float32, tree)
 

@@ -143,13 +143,13 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     fsdp = resolved.fsdp
     tokens = int(batch.token_mask.sum())
     # only what is scored needs the head
-    counts = batch.loss_weight != 0
     if rows.packing == "none":
-        per_part = len(counts) // rows.num_parts
-        return _RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
+        num_rows, width = batch.tokens.shape
+        per_part = num_rows // rows.num_parts
+        return _RowWork(rows.num_parts, per_part, width, rows.num_scored, tokens)
     # packed as the run would: a formula would not know what fits beside what
     sizes = (rows.shape, rows.rows_per_part, rows.num_parts, fsdp)
-    packed = packing.packed(batch.tokens, batch.token_mask, counts, *sizes)
+    packed = packing.packed(batch, *sizes)
     scored = packed.is_scored.shape[1]
     width = packed.row_shape.width
     return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, width, scored, tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, who_answers
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import Graded, Metrics, Params
 from tunix_lite.models.tokenizer import Tokenizer
@@ -59,8 +59,12 @@ def evaluate(
         repeated = [example for example in examples for _ in range(count)]
         grader = task.grader(repeated, count)
         prompts = task.prompts(examples)
-        answers = who_answers(task, repeated)
-        how = {"temperature": temperature, "on_finished": grader.submit, **watched, **answers}
+        how = {
+            "temperature": temperature,
+            "on_finished": grader.submit,
+            "partner": task.partner(repeated),
+            **watched,
+        }
         with error_context("evaluation", RunFailed):
             return grader.results(policy.generate(params, prompts, key, count, **how))
 

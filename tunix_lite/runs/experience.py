@@ -1,12 +1,14 @@
 """Experience: the data that an update learns from, and its source."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import numpy as np
 
+from tunix_lite.algorithms.algorithm import Collected
 from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import (
@@ -21,11 +23,9 @@ from tunix_lite.basics.types import (
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.overlap import Drawn
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
-
-# The result of collecting: the batch, metrics, and the graded completions if there are any.
-Collected = tuple[Batch, Metrics, Graded | None]
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -83,13 +83,28 @@ class FreshExperience:
         self._session = session
         self._learner = learner
         self._algorithm = session.run.algorithm
-        self._needs = session.run.algorithm.needs
+        self._updates = self._algorithm.updates_per_rollout
+        # prompts of a rollout, and the seed of each of its rounds. Later rounds are of other
+        # shuffles, so that the first one goes through the data in the same order whether others
+        # follow or not.
+        needs = session.run.algorithm.needs
+        self._parts = needs.mini_batches
+        self._num_prompts = session.parts.batch.prompts * needs.mini_batches
+        steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
+        self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
+        # where examples and completions come from, and what goes on beside an update
+        self._draw: Callable[[int, Params], Drawn] = self._draw_examples
+        self._beside: Callable[[], Metrics] | None = None
+        if learner.overlap is not None:
+            self._draw = self._draw_rollout
+            self._beside = learner.overlap.beside_update
+        elif needs.reads_ahead:
+            self._beside = self._read_ahead
+        # what the updates of a rollout learn from, and the step of the first of them
         self._collected: Collected | None = None
-        # an update to come, and what was collected for it beside another
-        self._ahead: tuple[int, Collected] | None = None
-        self._held: Experience | None = None
-        # the update that it was collected for
         self._step = 0
+        # the same of the next rollout, by its step
+        self._ahead: dict[int, Collected] = {}
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
@@ -103,44 +118,21 @@ class FreshExperience:
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
-        updates = self._algorithm.updates_per_rollout
-        parts = self._needs.mini_batches
-        update = step % updates
+        update = step % self._updates
         with error_context(f"step {step + 1}", RunFailed):
-            # Collect: completions of the policy, rewards, advantages.
-            if update == 0:
-                self._step, self._collected = self._ahead or (None, None)
-                if self._step != step:
-                    self._step = step
-                    self._collected = self._collect(step, step // updates, params)
+            # Collect: completions of the policy, rewards, advantages. It is there for later
+            # updates: a run begins, and resumes, where a rollout begins.
+            if not update:
+                self._collected = self._ahead.pop(step, None) or self._collect(step, params)
+                self._step = step
+            batch, metrics, graded = self._collected
+            if self._parts > 1:
+                batch, graded = self._mini_batch(update)
 
-            # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
-            # mini-batch, or without mini-batches the whole batch.
-            if update == 0 or parts > 1:
-                batch, metrics, graded = self._collected
-                if parts > 1:
-                    rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
-                    graded = None if graded is None else chosen_completions([graded], rows)
-                    batch = jax.tree.map(lambda x: x[rows], batch)
-                laid_out, _ = self._learner.resolved.rows.lay_out(batch)
-                self._held = Experience(laid_out, batch, metrics, graded, updates)
-        # it is there: a run begins, and resumes, where a rollout begins
-        metrics = self._held.metrics if update == 0 else {}
-        return replace(self._held, metrics=metrics, updates_left=updates - update)
-
-    def beside_update(self) -> Metrics:
-        """See ExperienceSource."""
-        overlap = self._learner.overlap
-        if overlap is not None:
-            return overlap.beside_update()
-        next_step = self._step + self._algorithm.updates_per_rollout
-        self._ahead = None
-        if self._needs.reads_ahead and next_step < self._session.run.training.max_steps:
-            rollout = next_step // self._algorithm.updates_per_rollout
-            # `take` says what is wrong with it, after this update
-            with contextlib.suppress(ValueError):
-                self._ahead = next_step, self._collect(next_step, rollout, None)
-        return {}
+            # Lay out: sequences become rows of a fixed width, divided over the mesh.
+            rows, _ = self._learner.resolved.rows.lay_out(batch)
+        metrics = {} if update else metrics
+        return Experience(rows, batch, metrics, graded, self._updates - update)
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
@@ -162,31 +154,48 @@ class FreshExperience:
                 task.references(examples),
             )
 
-    def _collect(self, step: int, rollout: int, params: Params | None) -> Collected:
+    def beside_update(self) -> Metrics:
+        """See ExperienceSource."""
+        return {} if self._beside is None else self._beside()
+
+    def _collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""
-        session = self._session
-        overlap = self._learner.overlap
-        task = session.task
-
-        # What was sampled beside earlier updates, or the examples of all rounds. Those of later
-        # rounds are of other shuffles, so that the first one goes through the data in the same
-        # order whether others follow or not.
-        if overlap is not None:
-            drawn = overlap.draw(step, self._learner.policy, task, params)
-            policy, task, examples, example_metrics = drawn
-        else:
-            policy = self._learner.policy
-            num_prompts = session.parts.batch.prompts * self._needs.mini_batches
-            examples = []
-            dropped = 0
-            for r in range(self._needs.rounds):
-                seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                more, unfit = task.batch(num_prompts, seed, rollout)
-                examples += more
-                dropped += unfit
-            example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
-
+        policy, task, examples, example_metrics = self._draw(step, params)
         # by step, so that a run that resumes draws what it would have drawn
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
         return batch, metrics | example_metrics, graded
+
+    def _draw_rollout(self, step: int, params: Params) -> Drawn:
+        """What was sampled beside earlier updates."""
+        draw = self._learner.overlap.draw
+        return draw(step, self._learner.policy, self._session.task, params)
+
+    def _draw_examples(self, step: int, params: Params) -> Drawn:
+        """The examples of all rounds of a rollout."""
+        task = self._session.task
+        examples = []
+        dropped = 0
+        for seed in self._seeds:
+            more, unfit = task.batch(self._num_prompts, seed, step // self._updates)
+            examples += more
+            dropped += unfit
+        metrics = {"prompts/dropped": dropped} if task.leaves_out else {}
+        return self._learner.policy, task, examples, metrics
+
+    def _mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
+        """The part of the rollout that this one of its updates learns from."""
+        batch, _, graded = self._collected
+        parts = np.split(np.arange(len(batch.tokens)), self._parts)
+        rows = parts[update % self._parts]
+        graded = None if graded is None else chosen_completions([graded], rows)
+        return jax.tree.map(lambda x: x[rows], batch), graded
+
+    def _read_ahead(self) -> Metrics:
+        """Makes the batch of the next rollout, of an algorithm that asks nothing of the policy."""
+        step = self._step + self._updates
+        if step < self._session.run.training.max_steps:
+            # `take` says what is wrong with it, after this update
+            with contextlib.suppress(ValueError):
+                self._ahead[step] = self._collect(step, None)
+        return {}

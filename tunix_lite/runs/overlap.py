@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
@@ -356,13 +356,12 @@ class _OneStepOffPolicy:
         key = jax.random.fold_in(self._seed_key, step)
         repeated = self._repeated(step)
         grader = self._task.grader(repeated, self._generations)
-        answers = who_answers(self._task, repeated)
+        options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
         arguments = (params, self._batches.prompts(step), key, self._generations)
         if self._apart is not None:
-            steps = self._apart.steps(*arguments, grader.submit, **answers)
+            steps = self._apart.steps(*arguments, **options)
         else:
-            own = {"on_finished": grader.submit, "stepwise": True}
-            steps = policy.generate(*arguments, **own, **answers)
+            steps = policy.generate(*arguments, stepwise=True, **options)
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         until_update = elapsed()

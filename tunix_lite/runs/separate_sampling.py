@@ -60,21 +60,19 @@ class SeparateSampling:
         prompts: Prompts,
         key: jax.Array,
         num_generations: int,
-        on_finished: Callable[[int, Any], None] | None = None,
-        **answers: Any,
+        **options: Any,
     ) -> Generator[None, None, Rollout]:
         """Samples like `generate` with stepwise=True. params: on the mesh that learns. They are
-        copied when the first step has been made. answers: the result of algorithm.who_answers."""
+        copied when the first step has been made. options: others of `generate`."""
         with jax.set_mesh(self.mesh):
             inner = self.generate(
                 self.copied(params),
                 prompts,
                 key,
                 num_generations,
-                on_finished=on_finished,
                 between_chunks=self.between_chunks,
                 stepwise=True,
-                **answers,
+                **options,
             )
         # the update donates them, and a name here would keep them alive
         del params

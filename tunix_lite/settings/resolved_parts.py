@@ -172,7 +172,7 @@ def policy_of(
         policy = replace(
             policy,
             scores=with_values(policy.scores, critic),
-            values=replace(policy.rescore, program=compiled_once(program.lower)),
+            values=replace(policy.rescore, compiled=compiled_once(program.lower)),
         )
     if (teacher := resolved.teacher) is None:
         return policy
@@ -210,7 +210,7 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         optimizer_of(resolved),
         resolved.lora,
         resolved.run.seed,
-        training.sync_gradients_every,
+        training.sync_gradients_every if resolved.fsdp > 1 else 1,
         update_options(training.scan_layers),
         router if router.is_on else None,
     )

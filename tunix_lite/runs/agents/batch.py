@@ -60,7 +60,7 @@ class EpisodeGroups:
             "reward/mean": float(rewards_PG[kept_PG].mean()),
             "reward/std": float(rewards_PG[kept_PG].std()),
             "completions/correct": float((rewards_PG[kept_PG] >= 1).mean()),
-            "reward/groups_that_agree": float(groups_that_agree(rewards_PG, kept_PG).mean()),
+            "reward/groups_that_agree": float(groups_that_agree(rewards_PG).mean()),
             "episodes/calls": sum(one.num_calls for one in self.episodes) / count,
             "episodes/sequences": sum(len(one.sequences) for one in self.episodes) / count,
             "episodes/tokens": sum(one.num_tokens for one in self.episodes) / count,
@@ -74,7 +74,7 @@ class EpisodeGroups:
         rewards_PG = self.rewards_PG
         lengths_B = np.array([one.num_tokens for one in self.episodes])
         whole = WholeBatch(lengths_B.reshape(rewards_PG.shape), {"agent": rewards_PG})
-        how = (algorithm.advantages, rewards_PG, self.kept_PG, lambda: whole)
+        how = (algorithm.advantages, rewards_PG, lambda: whole)
         limit = np.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         return np.clip(advantages_of_kept(*how), -limit, limit)
 
@@ -84,7 +84,7 @@ class EpisodeGroups:
         advantages_B = self.advantages_PG(algorithm).reshape(-1)
         learned_PG = self.kept_PG
         if algorithm.agreeing_groups == "drop":
-            agree_P = groups_that_agree(self.rewards_PG, self.kept_PG)
+            agree_P = groups_that_agree(self.rewards_PG)
             learned_PG = learned_PG & ~agree_P[:, None]
         learned_B = learned_PG.reshape(-1)
         rows = [
@@ -107,8 +107,7 @@ class EpisodeGroups:
         if rows:
             # What each token counts is made where all sequences are in view.
             prompts = np.array([prompt for *_, prompt in rows])
-            all_B = np.ones(len(rows), bool)
-            weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts, 1)
+            weights = weights_of_learned(algorithm.weighting, sampled, prompts, 1)
         return Batch(
             tokens=filled((one.tokens for one, *_ in rows), np.int32),
             token_mask=filled((True for _ in rows), bool),
