@@ -284,8 +284,8 @@ def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
     lines = json_lines(tmp_path / "rows.jsonl", rows)
     tokenizer = Tokenizer.load(families["qwen2.5"])
     found = []
-    for file, form in ((lines, "jsonl"), (tmp_path / "rows.parquet", "parquet")):
-        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}", f"task.format={form}"], tokenizer)
+    for file in (lines, tmp_path / "rows.parquet"):
+        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}"], tokenizer)
         train = task.config.source.train
         found.append([(task.text.prompt(row), task.text.demonstration(row)) for row in train])
     assert found[0] == found[1]

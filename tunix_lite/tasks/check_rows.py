@@ -62,12 +62,13 @@ def _check_in_memory(
     said += _measure(task, train, "training", spread(len(train), MEASURED))
     said += _measure(evaluated, held_out, "held-out", spread(count, MEASURED), count)
 
-    said += [
+    # once of a file that both are parts of
+    said += dict.fromkeys(
         f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
         f"{rows.first_skipped}"
         for rows in (train, held_out)
         if isinstance(rows, Rows) and rows.skipped
-    ]
+    )
     if both := _count(hashes_then, hashes):
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if (different := len({*hashes})) < len(hashes):

@@ -2,19 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.tasks.chat import same_as_answer
 from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_files import check_on_error
 from tunix_lite.tasks.row_forms import Columns
-from tunix_lite.tasks.sources import FileSource
+from tunix_lite.tasks.sources import NO_TRAIN, FileSource
 from tunix_lite.tasks.task import Reward, TaskConfig, as_rewards
-
-NO_TRAIN = "train is missing: give task.train=FILE"
 
 
 def whole_text(completion: str) -> str:
@@ -29,39 +27,12 @@ class FileRows(FileSource):
 
     train_file: str | None  # None: there is nothing to train on, such as in an evaluation
     held_out_file: str | None  # None: every held_out_every-th row of train_file
-    format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
     # a row that makes no prompt is malformed, too
     checker: PromptTemplate
     held_out_every: int = 10
     columns: Columns = Columns()
-    # of each file, from its start; None: all
     max_rows: int | None = None
-
-    @cached_property
-    def train(self) -> Rows:
-        """The rows to train on. Raises ValueError without a file."""
-        if self.train_file is None:
-            raise ValueError(NO_TRAIN)
-        rows = self.rows(self.train_file)
-        if self.held_out_file:
-            return rows
-        part = rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
-        part.skipped, part.first_skipped = rows.skipped, rows.first_skipped
-        return part
-
-    @cached_property
-    def held_out(self) -> Rows:
-        """The rows to evaluate with."""
-        if self.held_out_file:
-            return self.rows(self.held_out_file, "test")
-        rows = self.rows(self.train_file)
-        return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
-
-    def rows(self, file: str, default_split: str = "train") -> Rows:
-        """All rows of a file or a data set of the hub. default_split: of one that names none."""
-        settings = (self.format, self.on_error, self.checker, self.columns, self.max_rows)
-        return rows_of(file, *settings, default_split=default_split)
 
 
 @dataclass(frozen=True)
@@ -94,8 +65,6 @@ class FilesTaskConfig(TaskConfig):
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
-    # Format of both files: jsonl or parquet.
-    format: str = "jsonl"
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
@@ -103,8 +72,6 @@ class FilesTaskConfig(TaskConfig):
     def __post_init__(self):
         if self.train is None and self.held_out is None:
             raise ValueError(NO_TRAIN)
-        if self.format not in KINDS:
-            raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
         check_on_error(self.on_error)
         if self.held_out_every < 2:
             raise ValueError(
@@ -138,7 +105,6 @@ class FilesTaskConfig(TaskConfig):
         source = FileRows(
             self.train,
             self.held_out,
-            self.format,
             self.on_error,
             self.row_template,
             self.held_out_every,

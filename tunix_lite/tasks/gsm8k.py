@@ -13,8 +13,6 @@ from tunix_lite.tasks.sources import FileSource
 
 # pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
-# split -> its name on the hub
-HUB_SPLITS = {"train": "train", "held_out": "test"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Gsm8k(FileSource):
     def file_of(self, split: str) -> str:
         """The file of a split; one that was not given is downloaded."""
         file = getattr(self, f"{split}_file")
-        return f"{HUB}{self.hub}:main:{HUB_SPLITS[split]}" if file is None else file
+        return f"{HUB}{self.hub}:main" if file is None else file
 
 
 def strict(completion: str, example: dict) -> float:

@@ -39,16 +39,6 @@ class HubData(NamedTuple):
             )
         return cls(*(part or None for part in match.groups()))
 
-    def may_be(self, name: str) -> bool:
-        """True if this name, without a commit, is short for that other one."""
-        if not is_hub(name):
-            return False
-        repo, _, *other = HubData.parse(name)
-        # one part after the name may be a split
-        parts = ((self.config, self.split), (None, self.config))
-        fits = any(all(a in (None, b) for a, b in zip(own, other)) for own in parts)
-        return self.revision is None and self.repo == repo and fits
-
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{HUB}{self.repo}{revision}:{self.config or ''}:{self.split or ''}".rstrip(":")

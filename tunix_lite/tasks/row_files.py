@@ -69,14 +69,13 @@ class Rows(list):
     def __init__(
         self,
         file: str,
-        kind: str = "jsonl",
         on_error: str = "raise",
         checker: RowChecker | None = None,
         columns: Columns | None = None,
         max_rows: int | None = None,
     ):
         """Raises ValueError, naming file and line, for a malformed row; with on_error=skip such
-        rows are left out. kind: one of KINDS. columns: None takes those of the file as they are.
+        rows are left out. columns: None takes those of the file as they are.
         max_rows: of the file, from its start; None: all."""
         self.file = file
         # number of rows that were left out, and the reason for the first
@@ -86,13 +85,16 @@ class Rows(list):
         self.known: dict = {}
         # names of the forms of the rows, the first one first
         self.forms: list[str] = []
+        counted = f"{file}, row"
+        read: Callable = dict
         if is_hub(file):
-            raws, read = rows_of_hub(file, max_rows is not None), dict
+            raws = rows_of_hub(file, max_rows is not None)
+        elif file.endswith((".parquet", ".pq")):
+            raws = parquet_rows(file)
         else:
-            rows, read = KINDS[kind]
-            raws = rows(file)
-        has_lines = kind == "jsonl" and not is_hub(file)
-        counted = f"{file}, {'line' if has_lines else 'row'}"
+            counted = f"{file}, line"
+            read = json_row
+            raws = _raw_lines(file)
         for number, raw in islice(raws, max_rows):
             try:
                 row = read(raw)
@@ -115,22 +117,18 @@ class Rows(list):
             raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
 
     def part(self, places: Sequence[int]) -> "Rows":
-        """Some of the rows, which keep their lines; `skipped` stays with the whole."""
+        """Some of the rows, which keep their lines."""
         rows = Rows.__new__(Rows)
         rows.extend(self[i] for i in places)
-        rows.file = self.file
-        rows.skipped = 0
-        rows.first_skipped = ""
-        rows.known = {}
-        rows.forms = self.forms
+        vars(rows).update(vars(self), known={})
         return rows
 
 
-def rows_of(file: str, *settings: Any, default_split: str = "train") -> Rows:
+def rows_of(file: str, split: str, *settings: Any) -> Rows:
     """Reads the rows of a file, as it is now, or of a name of the hub; the second time a start
-    finds them here. settings: those of Rows. default_split: of a name that has none."""
+    finds them here. split: of a name that has none. settings: those of Rows."""
     if is_hub(file):
-        return _rows_with(b"", pinned(file, default_split), *settings)
+        return _rows_with(b"", pinned(file, split), *settings)
     if is_address(file):
         file = str(as_path(file))
     if not Path(file).is_file():
@@ -194,7 +192,8 @@ def json_of(line: str) -> Any:
     return value
 
 
-def _json_row(line: bytes) -> dict:
+def json_row(line: bytes) -> dict:
+    """The object in a line. Raises ValueError."""
     row = json_of(_decoded(line))
     if not isinstance(row, dict):
         raise ValueError(
@@ -236,10 +235,3 @@ def parquet_groups(file: str) -> int:
     """Counts the row groups of a Parquet file. Raises ValueError."""
     with _parquet(file) as opened:
         return opened.num_row_groups
-
-
-# kind -> the rows of a file as they stand there, with the number of the line; and what reads one
-KINDS: dict[str, tuple[Callable, Callable]] = {
-    "jsonl": (_raw_lines, _json_row),
-    "parquet": (parquet_rows, dict),
-}

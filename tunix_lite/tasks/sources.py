@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
@@ -15,11 +15,13 @@ import numpy as np
 
 from tunix_lite.tasks.generated import GeneratedSource, check_range
 from tunix_lite.tasks.row_files import RowChecker, Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_forms import Columns
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
+NO_TRAIN = "train is missing: give task.train=FILE"
 # the splits of a source
 SPLITS = ("train", "held_out")
 # examples that become text together
@@ -89,11 +91,6 @@ class FittingOrders:
         self._num_fitting = 0
         # the next step and the batches from there on, by batch size and seed
         self._under_way: dict[tuple[int, int], tuple[int, Iterator]] = {}
-
-    def are_of(self, examples: Sequence[dict]) -> bool:
-        """True if the looks are of these examples, or of others that are made in the same way."""
-        is_equal = is_dataclass(examples) and self.examples == examples
-        return self.examples is examples or is_equal
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Raises ValueError if too few fit, of all examples or of the first that are looked at."""
@@ -215,31 +212,44 @@ def digest(value: object) -> str:
 
 
 class FileSource:
-    """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`.
+    """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`, or
+    without the latter every `held_out_every`-th row of the former.
     Example: Jsonl("train.jsonl", "held_out.jsonl").train[0]."""
 
     on_error: str
     # makes the example of a row; None: the row is the example
     checker: RowChecker | None = None
+    columns: Columns | None = None
+    # of each file, from its start; None: all
+    max_rows: int | None = None
+    held_out_every: int = 10
 
     @cached_property
     def train(self) -> Rows:
-        """The rows to train on."""
-        return self.rows(self.file_of("train"))
+        """The rows to train on. Raises ValueError without a file."""
+        rows = self._rows("train")
+        if self.file_of("held_out"):
+            return rows
+        return rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
 
     @cached_property
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
-        return self.rows(self.file_of("held_out"))
+        if self.file_of("held_out"):
+            return self._rows("held_out")
+        rows = self._rows("train")
+        return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
 
-    def file_of(self, split: str) -> str:
-        """The file of a split."""
+    def file_of(self, split: str) -> str | None:
+        """The file of a split, whose format its name says, or a data set of the hub; None: there is
+        none."""
         return getattr(self, f"{split}_file")
 
-    def rows(self, file: str) -> Rows:
-        """All rows of a file, whose format its name says."""
-        kind = "parquet" if file.endswith(".parquet") else "jsonl"
-        return rows_of(file, kind, self.on_error, self.checker)
+    def _rows(self, split: str) -> Rows:
+        if (file := self.file_of(split)) is None:
+            raise ValueError(NO_TRAIN)
+        settings = (self.on_error, self.checker, self.columns, self.max_rows)
+        return rows_of(file, "test" if split == "held_out" else split, *settings)
 
 
 @dataclass(frozen=True)

@@ -341,11 +341,10 @@ class Task:
             if self.last_batch is not None or not self.leaves_out:
                 rows = train if self.last_batch is None else self.counted_rows
                 return batch_at(rows, batch_size, seed, step, self.last_batch), 0
-            key = self.look_settings
-            orders = self.orders.get(key)
-            if orders is None or not orders.are_of(train):
-                orders = self.orders[key] = FittingOrders(train, self.look)
-            return orders.batch(batch_size, seed, step)
+            key = (id(self.config), *self.look_settings)
+            if key not in self.orders:
+                self.orders[key] = FittingOrders(train, self.look)
+            return self.orders[key].batch(batch_size, seed, step)
 
         return same_on_all(self.processes, take)
 

@@ -32,7 +32,7 @@ from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, table_of_hub
 from tunix_lite.tasks.messages import fields_of
-from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
+from tunix_lite.tasks.row_files import json_row, parquet_groups, parquet_rows
 from tunix_lite.tasks.sources import SPLITS
 
 # bytes of text in a part of a file; of Parquet, a row group is one; of the hub, so many rows
@@ -226,7 +226,7 @@ class TokenFiles:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
         if isinstance(data, bytes) and not data.strip():
             return ""
-        row = KINDS["jsonl"][1](data) if isinstance(data, bytes) else data
+        row = json_row(data) if isinstance(data, bytes) else data
         text = row.get(self.field)
         if isinstance(text, str):
             return text
