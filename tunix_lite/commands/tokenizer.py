@@ -51,5 +51,7 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
         made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
     sizes = [(len(text.encode()), len(made.encode(text))) for text in run.task.texts(1000)]
     size, num_tokens = map(sum, zip(*sizes))
-    print(f"{made.num_tokens:,} tokens; one stands for {size / num_tokens:.2f} bytes on average")
+    print(
+        f"{made.num_tokens:,} tokens; one stands for {size / num_tokens:.2f} bytes on average"
+    )
     print(f"written to {folder}: model=random model.target_params=5M model.tokenizer={folder}")

@@ -57,6 +57,7 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.progress import compiling
+from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 
@@ -138,8 +139,9 @@ class Watch:
         # is taken back, to get its evaluation.
         self.num_tokens = 0
         if (earlier := session.parts.resume_from) is not None:
-            self.num_tokens = RunDir(earlier.parent).last_number(
-                "train/num_tokens", self.start
+            counts = RunDir(earlier.parent).measured("train/num_tokens", self.start)
+            self.num_tokens = int(
+                max((count for _, count in counts if is_number(count)), default=0)
             )
         self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 

@@ -151,17 +151,8 @@ class RunDir:
     def measured(self, name: str, until: int) -> list[tuple[int, float]]:
         """The (step, value) of a metric in metrics.jsonl up to step `until`, nan for one that is no
         number."""
-        values = []
-        for _, _, row in rows_until(self.metrics, until):
-            if name in row:
-                value = row[name] if is_number(row[name]) else math.nan
-                values.append((row["step"], value))
-        return values
-
-    def last_number(self, name: str, until: int) -> int:
-        """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
-        numbers = [row.get(name) for _, _, row in rows_until(self.metrics, until)]
-        return int(next(filter(is_number, reversed(numbers)), 0))
+        rows = [row for _, _, row in rows_until(self.metrics, until) if name in row]
+        return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz: the batch of an update that was not finite, its fields by
