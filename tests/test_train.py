@@ -345,7 +345,7 @@ def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with
     said = f"3 updates in a row were not finite. None was made: checkpoint 4 in {tmp_path}/checkpoints has the weights before"
     with pytest.raises(FloatingPointError, match=f"step 4: train/loss nan, train/grad_norm nan; {said}.*learning rate"):
         train(replace(run, algorithm=bad), tmp_path)
-    assert checkpoints.steps() == [2, 4] and checkpoints.about(4)[0] == 3
+    assert checkpoints.steps() == [2, 4] and checkpoints.skipped(4) == 3
     with pytest.raises(FloatingPointError, match=f"step 4: {said}"):
         # after the last step, too, it does not count as completed
         train(replace(run, algorithm=bad, training=replace(run.training, max_steps=4)), tmp_path)
@@ -362,7 +362,7 @@ def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with
     wanted = [learning_rates(run.optimizer, max_steps)(update) for max_steps, update in made]
     assert [row["train/learning_rate"] for row in rows] == wanted
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
-    assert checkpoints.about(6)[0] == 0
+    assert checkpoints.skipped(6) == 0
     assert sorted(file.name for file in (tmp_path / "skipped").iterdir()) == [f"step_00000{n}.npz" for n in (2, 3, 4)]
     assert np.isnan(np.load(tmp_path / "skipped" / "step_000003.npz")["advantages"]).any()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last.params)

@@ -2,8 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from tunix_lite.basics.plain_text import counted
 
@@ -29,14 +29,6 @@ def is_lower_better(metric: str, best_is: str = "auto") -> bool:
     return best_is == "lowest"
 
 
-class Ranked(NamedTuple):
-    """A metric of a checkpoint. Example: Ranked("eval/loss", 1.25, is_lower_better=True)."""
-
-    metric: str
-    value: float
-    is_lower_better: bool
-
-
 @dataclass
 class Best:
     """The best value of a metric so far. Example: after best.take(10, 1.5) and best.take(20, 1.75)
@@ -49,17 +41,28 @@ class Best:
     value: float = math.nan
     # measurements after it
     since: int = 0
+    # of all steps that have one
+    values: dict[int, float] = field(default_factory=dict)
 
     def take(self, step: int, value: float) -> bool:
         """Takes the value of a step. Returns whether it is a new best; one that is not finite is
         none."""
         sign = -1 if self.is_lower_better else 1
         is_new = math.isfinite(value) and not sign * value <= sign * self.value
+        if math.isfinite(value):
+            self.values[step] = value
         if is_new:
             self.step = step
             self.value = value
         self.since = 0 if is_new else self.since + 1
         return is_new
+
+    def first(self, count: int, steps: Iterable[int] | None = None) -> list[int]:
+        """At most `count` of these steps, the best first, and of equals the earlier; None: of
+        all."""
+        sign = 1 if self.is_lower_better else -1
+        among = self.values if steps is None else self.values.keys() & {*steps}
+        return sorted(among, key=lambda step: (sign * self.values[step], step))[:count]
 
     def ended_by(self, patience: int | None) -> str:
         """Tells why the run ends here; "": it goes on. patience: measurements without a new best

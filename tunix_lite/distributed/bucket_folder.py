@@ -131,26 +131,25 @@ class BucketFolder:
         """Takes the lease. dead: an owner on this machine that is known to be dead. Raises
         ValueError if another owner lives for `timeout` seconds."""
         started = since = time.monotonic()
-        seen, beats = None, -1
+        seen: dict = {}
         while True:
             number, last = self._newest()
             other = last.get("owner")
             if last.get("held") and other != dead:
                 now = time.monotonic()
                 if last != seen:
-                    seen = last
-                    since = now
-                    beats += 1
-                    if not beats:
+                    if seen and now - started > timeout:
+                        raise ValueError(
+                            f"{address_of(self.place)} is in use by {other}, and was for "
+                            f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
+                        )
+                    if not seen:
                         _say(
                             f"waiting for {address_of(self.place)}, which is in use by {other}; "
                             f"without a sign of life it is free in {DEAD:g} s"
                         )
-                if beats > 0 and now - started > timeout:
-                    raise ValueError(
-                        f"{address_of(self.place)} is in use by {other}, and was for "
-                        f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
-                    )
+                    seen = last
+                    since = now
                 if now - since < DEAD:
                     time.sleep(min(1.0, DEAD / 10))
                     continue
@@ -186,8 +185,8 @@ class BucketFolder:
             return self._newest()
 
     def _write(self, is_held: bool = True, mode: str = "overwrite") -> None:
-        lease = {"owner": self.owner, "held": is_held, "beats": self._beats}
-        lease |= {"has_all": self.has_all}
+        lease = {"owner": self.owner, "held": is_held, "has_all": self.has_all}
+        lease["beats"] = self._beats
         name = f"{self._leases}/{self._number:06d}"
         self._fs.pipe_file(name, json.dumps(lease).encode(), mode=mode)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tunix_lite.basics import untrusted
 from tunix_lite.basics.addresses import shown_place
+from tunix_lite.basics.best import Best
 from tunix_lite.basics.plain_text import counted, encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
@@ -203,8 +204,9 @@ def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
     return encodable(str(value))
 
 
-# Characters of an error that status.json keeps.
+# Characters of an error that status.json keeps, and steps that are best.
 _MOST_ERROR = 100_000
+_MOST_BEST = 10
 
 
 class Status:
@@ -226,6 +228,8 @@ class Status:
         self.stopped: str | None = None
         # why early stopping has ended it; "": it has not
         self.early_stopping = ""
+        # the best steps until now by training.best_metric; None: it has not begun
+        self.best: Best | None = None
 
     @property
     def seconds(self) -> float:
@@ -266,6 +270,8 @@ class Status:
             more["stopped"] = self.stopped
         if self.early_stopping:
             more["early_stopping"] = self.early_stopping
+        if self.best is not None and self.best.values:
+            more["best"] = self.best.first(_MOST_BEST)
         for name, value in more.items():
             if isinstance(value, str):
                 more[name] = visible(value[:_MOST_ERROR])
