@@ -11,8 +11,8 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
-from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.sources import FileRows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 

@@ -36,7 +36,7 @@ NATALIA = {
 def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     large = {"question": "How much?", "answer": "#### 1,024"}
     file = json_lines(tmp_path / "train.jsonl", [NATALIA, large])
-    task = task_of(["task=gsm8k", f"task.source.train_file={file}", f"task.source.held_out_file={file}"], tokenizer)
+    task = task_of(["task=gsm8k", f"task.train={file}", f"task.held_out={file}"], tokenizer)
     first, second = task.config.source.train
     assert (first["answer"], second["answer"]) == ("72", "1024")
     assert first["completion"] == "In May she sold 48/2 = 24.\nAltogether 48+24 = 72.\n#### 72"
@@ -81,15 +81,13 @@ def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path):
     (tmp_path / "main").mkdir()
     for split in ("train", "test"):
         json_lines(tmp_path / "main" / f"{split}-00000.jsonl", [NATALIA])
-    source = compose(["task=gsm8k", f"task.source.hub={tmp_path}"]).task.source
-    assert (source.file_of("train"), source.file_of("held_out")) == (
-        f"hub:{tmp_path}:main:train",
-        f"hub:{tmp_path}:main:test",
-    )
+    name = f"hub:{tmp_path}:main"
+    source = compose(["task=gsm8k", f"task.train={name}", f"task.held_out={name}"]).task.source
     card = "---\nconfigs:\n- config_name: main\n  data_dir: main\n---\n"
     (tmp_path / "README.md").write_text(card)
     assert source.held_out[0]["answer"] == "72" and len(source.train) == 1
-    assert compose(["task=gsm8k"]).task.source.file_of("train") == "hub:openai/gsm8k:main:train"
+    assert (source.train.file, source.held_out.file) == (f"{name}:train", f"{name}:test")
+    assert compose(["task=gsm8k"]).task.source.train_file == "hub:openai/gsm8k:main"
 
 
 # ---- conversations

@@ -16,7 +16,7 @@ from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
+from tunix_lite.tasks.sources import Arithmetic, FileRows, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -323,7 +323,7 @@ def test_a_digest_is_of_what_stands_in_a_data_file(tmp_path):
 
     def kept(lines: list[str]) -> dict[str, str]:
         file.write_text("\n".join(lines))
-        return digest_of_data(Jsonl(str(file), str(file)))
+        return digest_of_data(FileRows(str(file), str(file)))
 
     first = kept(rows)
     assert kept(rows) == first and first["train"] == first["held_out"]
@@ -351,7 +351,7 @@ def of_lines(folder, lines: list, tokenizer, held_out: list | None = None, **set
     for name, rows in (("train", lines), ("held_out", lines if held_out is None else held_out)):
         rows = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
         (folder / f"{name}.jsonl").write_bytes(b"".join(row + b"\n" for row in rows))
-    source = Jsonl(str(folder / "train.jsonl"), str(folder / "held_out.jsonl"))
+    source = FileRows(str(folder / "train.jsonl"), str(folder / "held_out.jsonl"))
     long_prompts, prompt = settings.pop("long_prompts", "error"), settings.pop("prompt", "{question}?")
     config = TaskConfig(source, prompt, {"correct": Reward(correct)}, **settings)
     return Task(config, tokenizer, 48, 16, long_prompts)

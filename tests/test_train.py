@@ -608,7 +608,7 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
     """Nothing is compiled: the checkpoint is that of `finished`, and what made it is written anew."""
     folder, data = RunDir(copied(finished, tmp_path)), tmp_path / "rows.jsonl"
     rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
-    source = f"task.source={{_target_: tunix_lite.tasks.sources.Jsonl, train_file: {data}, held_out_file: {data}}}"
+    source = f"task.source={{_target_: tunix_lite.tasks.sources.FileRows, train_file: {data}, held_out_file: {data}}}"
 
     def found(*settings: str) -> str:
         """What differs from the run in the folder; the file is read again."""

@@ -70,8 +70,8 @@ def settings_of(work: dict) -> api.RunConfig:
     file = work["rows_file"]
     data = [
         "task=gsm8k",
-        f"task.source.train_file={file}",
-        f"task.source.held_out_file={file}",
+        f"task.train={file}",
+        f"task.held_out={file}",
         f"task.prompt='{work['template']}'",
         f"generation.max_prompt_length={work['prompt_length']}",
         f"generation.max_new_tokens={work['new_tokens']}",

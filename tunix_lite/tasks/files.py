@@ -7,32 +7,14 @@ from typing import Any
 
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.tasks.chat import same_as_answer
-from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import check_on_error
-from tunix_lite.tasks.row_forms import Columns
-from tunix_lite.tasks.sources import NO_TRAIN, FileSource
+from tunix_lite.tasks.sources import NO_TRAIN, FileRows
 from tunix_lite.tasks.task import Reward, TaskConfig, as_rewards
 
 
 def whole_text(completion: str) -> str:
     """The completion without white space around it: the answer where nothing else is known."""
     return completion.strip()
-
-
-@dataclass(frozen=True)
-class FileRows(FileSource):
-    """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
-    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt."""
-
-    train_file: str | None  # None: there is nothing to train on, such as in an evaluation
-    held_out_file: str | None  # None: every held_out_every-th row of train_file
-    on_error: str  # a malformed row: raise; skip: leave it out
-    # a row that makes no prompt is malformed, too
-    checker: PromptTemplate
-    held_out_every: int = 10
-    columns: Columns = Columns()
-    max_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,16 +54,6 @@ class FilesTaskConfig(TaskConfig):
     def __post_init__(self):
         if self.train is None and self.held_out is None:
             raise ValueError(NO_TRAIN)
-        check_on_error(self.on_error)
-        if self.held_out_every < 2:
-            raise ValueError(
-                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
-                "train on"
-            )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
-        for name in filter(is_hub, (self.train, self.held_out)):
-            HubData.parse(name)
         rewards = as_rewards(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -108,7 +80,7 @@ class FilesTaskConfig(TaskConfig):
             self.on_error,
             self.row_template,
             self.held_out_every,
-            Columns(tuple((self.fields or {}).items())),
+            self.fields,
             self.max_rows,
         )
         settle("source", source)

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 from tunix_lite.basics.addresses import is_address
 from tunix_lite.basics.untrusted import as_path, is_deeper
 from tunix_lite.tasks.hub_rows import is_hub, pinned, rows_of_hub
-from tunix_lite.tasks.row_forms import Columns
+from tunix_lite.tasks.row_forms import formed
 
-ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too
 DEEPEST = 100
 # files read at once, though a start asks for them twice
@@ -27,12 +26,6 @@ class RowChecker(Protocol):
 
     def check(self, row: dict) -> dict:
         """The example that the row is or becomes. Raises ValueError for a malformed row."""
-
-
-def check_on_error(on_error: str) -> None:
-    """Raises ValueError for anything but raise and skip."""
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error={on_error!r}; it is raise or skip")
 
 
 class _PlacedRow(dict):
@@ -71,12 +64,12 @@ class Rows(list):
         file: str,
         on_error: str = "raise",
         checker: RowChecker | None = None,
-        columns: Columns | None = None,
+        fields: tuple[tuple[str, str], ...] = (),
         max_rows: int | None = None,
     ):
         """Raises ValueError, naming file and line, for a malformed row; with on_error=skip such
-        rows are left out. columns: None takes those of the file as they are.
-        max_rows: of the file, from its start; None: all."""
+        rows are left out. fields: as of `formed`. max_rows: of the file, from its start; None:
+        all."""
         self.file = file
         # number of rows that were left out, and the reason for the first
         self.skipped = 0
@@ -97,10 +90,8 @@ class Rows(list):
             raws = _raw_lines(file)
         for number, raw in islice(raws, max_rows):
             try:
-                row = read(raw)
-                if columns is not None:
-                    form, row = columns.read(row)
-                    self.forms += [form] if form and form not in self.forms else []
+                form, row = formed(read(raw), fields)
+                self.forms += [form] if form and form not in self.forms else []
                 row = _PlacedRow(checker.check(row) if checker else row, counted, number)
             except ValueError as error:
                 why = f"{counted} {number}: {error}"

@@ -14,8 +14,8 @@ import grain
 import numpy as np
 
 from tunix_lite.tasks.generated import GeneratedSource, check_range
-from tunix_lite.tasks.row_files import RowChecker, Rows, check_on_error, rows_of
-from tunix_lite.tasks.row_forms import Columns
+from tunix_lite.tasks.hub_rows import HubData, is_hub
+from tunix_lite.tasks.row_files import RowChecker, Rows, rows_of
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
@@ -211,59 +211,61 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class FileSource:
-    """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`, or
-    without the latter every `held_out_every`-th row of the former.
-    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0]."""
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files, or of data sets of the hub. The ending of a file's name says its format: one
+    JSON object a line, or Parquet.
+    Example: `FileRows("train.jsonl", "held_out.jsonl").train[0]` is the first line's object."""
 
-    on_error: str
-    # makes the example of a row; None: the row is the example
+    # File to train on, .jsonl or .parquet, or hub:org/name:config:split. null has none.
+    train_file: str | None
+    # File to evaluate with. null holds out rows of train_file.
+    held_out_file: str | None = None
+    # For a malformed row: raise stops, skip leaves it out and counts it.
+    on_error: str = "raise"
+    # What makes the example of a row by its method check(row). null takes the row itself.
     checker: RowChecker | None = None
-    columns: Columns | None = None
-    # of each file, from its start; None: all
-    max_rows: int | None = None
+    # One row in so many is held out where held_out_file is null: 10 are a tenth.
     held_out_every: int = 10
+    # Columns with other names in the file, such as {question: problem}. null has none.
+    fields: dict[str, str] | None = None
+    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
+    max_rows: int | None = None
+
+    def __post_init__(self):
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={self.on_error!r}; it is raise or skip")
+        if self.held_out_every < 2:
+            raise ValueError(
+                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
+                "train on"
+            )
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
+        for name in filter(is_hub, (self.train_file, self.held_out_file)):
+            HubData.parse(name)
 
     @cached_property
     def train(self) -> Rows:
         """The rows to train on. Raises ValueError without a file."""
-        rows = self._rows("train")
-        if self.file_of("held_out"):
+        rows = self._rows(self.train_file, "train")
+        if self.held_out_file:
             return rows
         return rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
 
     @cached_property
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
-        if self.file_of("held_out"):
-            return self._rows("held_out")
-        rows = self._rows("train")
+        if self.held_out_file:
+            return self._rows(self.held_out_file, "test")
+        rows = self._rows(self.train_file, "train")
         return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
 
-    def file_of(self, split: str) -> str | None:
-        """The file of a split, whose format its name says, or a data set of the hub; None: there is
-        none."""
-        return getattr(self, f"{split}_file")
-
-    def _rows(self, split: str) -> Rows:
-        if (file := self.file_of(split)) is None:
+    def _rows(self, file: str | None, split: str) -> Rows:
+        if file is None:
             raise ValueError(NO_TRAIN)
-        settings = (self.on_error, self.checker, self.columns, self.max_rows)
-        return rows_of(file, "test" if split == "held_out" else split, *settings)
-
-
-@dataclass(frozen=True)
-class Jsonl(FileSource):
-    """
-    Examples from two files with one JSON object a line. Example: `Jsonl("data/train.jsonl",
-    "data/held_out.jsonl").train[0]` is the first line's object."""
-
-    train_file: str  # path
-    held_out_file: str  # path
-    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
-
-    def __post_init__(self):
-        check_on_error(self.on_error)
+        fields = tuple((self.fields or {}).items())
+        return rows_of(file, split, self.on_error, self.checker, fields, self.max_rows)
 
 
 @dataclass(frozen=True)
