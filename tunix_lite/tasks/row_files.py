@@ -2,10 +2,8 @@
 
 import codecs
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +15,6 @@ from tunix_lite.tasks.row_forms import formed
 
 # brackets in brackets that a row may have: what is written of it later must be readable, too
 DEEPEST = 100
-# files read at once, though a start asks for them twice
-FILES_KEPT = 4
 
 
 class RowChecker(Protocol):
@@ -74,8 +70,6 @@ class Rows(list):
         # number of rows that were left out, and the reason for the first
         self.skipped = 0
         self.first_skipped = ""
-        # cached results of checks of all rows, by their settings
-        self.known: dict = {}
         # names of the forms of the rows, the first one first
         self.forms: list[str] = []
         counted = f"{file}, row"
@@ -111,26 +105,20 @@ class Rows(list):
         """Some of the rows, which keep their lines."""
         rows = Rows.__new__(Rows)
         rows.extend(self[i] for i in places)
-        vars(rows).update(vars(self), known={})
+        vars(rows).update(vars(self))
         return rows
 
 
 def rows_of(file: str, split: str, *settings: Any) -> Rows:
-    """Reads the rows of a file, as it is now, or of a name of the hub; the second time a start
-    finds them here. split: of a name that has none. settings: those of Rows."""
+    """Reads the rows of a file, or of a name of the hub. split: of a name that has none. settings:
+    those of Rows."""
     if is_hub(file):
-        return _rows_with(b"", pinned(file, split), *settings)
+        return Rows(pinned(file, split), *settings)
     if is_address(file):
         file = str(as_path(file))
     if not Path(file).is_file():
         raise ValueError(f"{file} is not a file")
-    with open(file, "rb") as opened:
-        content = hashlib.file_digest(opened, "blake2b").digest()
-    return _rows_with(content, file, *settings)
-
-
-# content: makes a file that has changed another one
-_rows_with = lru_cache(maxsize=FILES_KEPT)(lambda content, *settings: Rows(*settings))
+    return Rows(file, *settings)
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:

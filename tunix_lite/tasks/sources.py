@@ -178,9 +178,6 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 def _digest_of_split(examples: Sequence[dict]) -> str:
     if isinstance(own := getattr(examples, "digest", None), str):
         return own
-    known = examples.known if isinstance(examples, Rows) else {}
-    if "digest" in known:
-        return known["digest"]
     count = len(examples)
     # made one by one, and perhaps very many
     is_list = isinstance(examples, list | tuple)
@@ -188,8 +185,7 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
     parts = [str(count)]
     for start in range(0, len(places), AT_ONCE):
         parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
-    known["digest"] = digest(parts)
-    return known["digest"]
+    return digest(parts)
 
 
 def digest(value: object) -> str:
@@ -248,7 +244,7 @@ class FileRows:
     @cached_property
     def train(self) -> Rows:
         """The rows to train on. Raises ValueError without a file."""
-        rows = self._rows(self.train_file, "train")
+        rows = self._all
         if self.held_out_file:
             return rows
         return rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
@@ -258,8 +254,12 @@ class FileRows:
         """The rows to evaluate with."""
         if self.held_out_file:
             return self._rows(self.held_out_file, "test")
-        rows = self._rows(self.train_file, "train")
+        rows = self._all
         return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
+
+    @cached_property
+    def _all(self) -> Rows:
+        return self._rows(self.train_file, "train")
 
     def _rows(self, file: str | None, split: str) -> Rows:
         if file is None:
