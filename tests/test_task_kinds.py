@@ -147,7 +147,7 @@ def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path,
     parts = prepare(compose(small(file, kind, setting)), RunDir(tmp_path / "run"))
     assert f"3 of 12 training {'completions' if kind == 'chat' else '`rejected`'} are longer than" in parts.data
     assert f"and are left out ({setting})" in parts.data
-    batches = [parts.task.batch(3, 0, step)[0] for step in range(3)]
+    batches = [parts.task.batch(3, 0, step) for step in range(3)]
     for batch in batches:
         parts.task.demonstrations(batch, parts.task.learned[-1])
     asked = sorted(int(parts.task.text.ask(row)[1:]) for batch in batches for row in batch)
@@ -163,7 +163,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
     with pytest.raises(ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no"):
         prepare(compose(given), RunDir(tmp_path / "run"))
     parts = prepare(compose([*given, "task.on_error=skip"]), RunDir(tmp_path / "run"))
-    found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
+    found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)]
     assert sorted(found)[:3] == ["q0", "q1", "q2"]
     says = "2 of 7 training examples cannot be taken and are left out (task.on_error=skip), the first:"
     assert says in parts.data

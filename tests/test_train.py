@@ -573,7 +573,7 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_a
     model = source.download(source.locate(run.model))
     params = source.load_weights(model, run.seed)[1]
     task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
-    tokens, mask, counts = task.demonstrations(task.batch(8, run.seed, 0)[0])
+    tokens, mask, counts = task.demonstrations(task.batch(8, run.seed, 0))
     forward = jax.jit(decoder.forward, static_argnums=1)
     hidden = forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))
     scores = np.asarray(decoder.logits(params, model.cfg, hidden), np.float64)[:, :-1]

@@ -140,7 +140,7 @@ def step_done(done: api.StepDone) -> dict:
 def source_of(session: Session, learner: Learner) -> ExperienceSource:
     """The model is loaded; what compiles from here on belongs to the first step."""
     task = session.parts.task
-    examples, _ = task.batch(session.parts.resolved.batch.prompts, 0, 0)
+    examples = task.batch(session.parts.resolved.batch.prompts, 0, 0)
     ready(0 if TURNS[0].work["race"] == "text" else sum(map(len, task.prompts(examples))))
     TURNS[0].wait()
     return FreshExperience(session, learner)

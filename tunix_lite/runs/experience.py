@@ -172,21 +172,15 @@ class FreshExperience:
         # rounds are of other shuffles, so that the first one goes through the data in the same
         # order whether others follow or not.
         if overlap is not None:
-            drawn = overlap.draw(step, self._learner.policy, task, params)
-            policy, task, examples, example_metrics = drawn
+            policy, task, examples = overlap.draw(step, self._learner.policy, task, params)
         else:
             policy = self._learner.policy
             num_prompts = session.parts.batch.prompts * self._needs.mini_batches
             examples = []
-            dropped = 0
             for r in range(self._needs.rounds):
                 seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                more, unfit = task.batch(num_prompts, seed, rollout)
-                examples += more
-                dropped += unfit
-            example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
+                examples += task.batch(num_prompts, seed, rollout)
 
         # by step, so that a run that resumes draws what it would have drawn
         key = jax.random.fold_in(self._learner.seed_key, step)
-        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | example_metrics, graded
+        return self._algorithm.collect(policy, task, params, examples, key)

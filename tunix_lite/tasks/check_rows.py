@@ -164,7 +164,6 @@ def _measure(
 
 def measured_rows(task: Task) -> list[dict]:
     """The training examples that become tokens before the start, of those that a run takes."""
-    train = task.config.source.train
+    train = task.fitting
     limit = MEASURED if isinstance(train, list | tuple) else MEASURED_LAZILY
-    rows = [train[i] for i in spread(len(train), limit)]
-    return [row for row in rows if not task.leaves_out or not task.look(row)]
+    return [train[i] for i in spread(len(train), limit)]

@@ -4,10 +4,9 @@ Every batch is a pure function of (seed, step), so resuming needs no saved itera
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any, Protocol
 
 import grain
@@ -17,7 +16,7 @@ from tunix_lite.tasks.generated import GeneratedSource, check_range
 from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.row_files import RowChecker, Rows, rows_of
 
-# examples, at least, before a search for prompts that fit is given up
+# examples of which one must fit, where they are not in memory
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
@@ -76,62 +75,25 @@ def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
     return -(-count // batch_size) if last_batch == "keep" else count // batch_size
 
 
-class FittingOrders:
-    """The batches of examples that fit, in the endless shuffled order of each seed; an example is
-    looked at once. Batch number `step` is the same whatever was asked before.
-    Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
-    examples were passed over on the way to it."""
+@dataclass(frozen=True)
+class NextThatFits(Sequence):
+    """Examples that are made when they are asked for, in place of each that is left out the next
+    one. Example: NextThatFits(source.train, look)[5] is example 5, or 6 if that is left out."""
 
-    def __init__(self, examples: Sequence[dict], look: Callable[[dict], str]):
-        """look: why an example is left out; "": it is not."""
-        self.examples = examples
-        self._look = look
-        # by number of the example
-        self._looks: dict[int, str] = {}
-        self._num_fitting = 0
-        # the next step and the batches from there on, by batch size and seed
-        self._under_way: dict[tuple[int, int], tuple[int, Iterator]] = {}
+    examples: Sequence[dict]
+    # why an example is left out; "": it is not
+    look: Callable[[dict], str]
 
-    def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Raises ValueError if too few fit, of all examples or of the first that are looked at."""
-        next_step, batches = self._under_way.pop((batch_size, seed), (step + 1, None))
-        if step < next_step:
-            next_step, batches = 0, self._batches(batch_size, seed)
-        chosen, passed_over = next(islice(batches, step - next_step, None))
-        self._under_way[batch_size, seed] = step + 1, batches
-        return [self.examples[i] for i in chosen], passed_over
+    def __len__(self) -> int:
+        return len(self.examples)
 
-    def _batches(self, batch_size: int, seed: int) -> Iterator[tuple[list[int], int]]:
-        """The numbers of the examples of each batch, and how many were passed over for it."""
-        order = _order_of(self.examples, seed)
-        count = len(self.examples)
-        position = 0
-        # examples that the batch before held already, where an epoch ends in a batch
-        waiting: list[int] = []
-        while True:
-            chosen, waiting = waiting, []
-            passed_over = 0
-            while len(chosen) < batch_size:
-                i = int(order[position])
-                position += 1
-                if i not in self._looks:
-                    self._looks[i] = self._look(self.examples[i])
-                    self._num_fitting += not self._looks[i]
-                if self._looks[i]:
-                    passed_over += 1
-                elif i in chosen and self._num_fitting < len(self._looks):
-                    waiting.append(i)
-                else:
-                    chosen.append(i)
-                is_given_up = passed_over >= max(LOOKED_AT, 100 * batch_size)
-                are_known = len(self._looks) == count
-                if is_given_up or (are_known and self._num_fitting < min(batch_size, count)):
-                    raise ValueError(
-                        f"only {self._num_fitting} of the {len(self._looks)} training examples "
-                        f"looked at can be taken, and a batch takes {batch_size}; the first that "
-                        f"cannot: {next(filter(None, self._looks.values()))}"
-                    )
-            yield chosen, passed_over
+    def __getitem__(self, index: int) -> dict:
+        why = ""
+        for i in range(index, index + LOOKED_AT):
+            example = self.examples[i % len(self)]
+            if not (why := self.look(example)):
+                return example
+        raise ValueError(f"none of {LOOKED_AT:,} training examples can be taken: {why}")
 
 
 def first_fitting(
