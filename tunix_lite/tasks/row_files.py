@@ -8,9 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.basics.addresses import is_address
-from tunix_lite.basics.untrusted import as_path, is_deeper
-from tunix_lite.tasks.hub_rows import is_hub, pinned, rows_of_hub
+from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.tasks.hub_rows import is_hub, rows_of_hub
 from tunix_lite.tasks.row_forms import formed
 
 # brackets in brackets that a row may have: what is written of it later must be readable, too
@@ -107,18 +106,6 @@ class Rows(list):
         rows.extend(self[i] for i in places)
         vars(rows).update(vars(self))
         return rows
-
-
-def rows_of(file: str, split: str, *settings: Any) -> Rows:
-    """Reads the rows of a file, or of a name of the hub. split: of a name that has none. settings:
-    those of Rows."""
-    if is_hub(file):
-        return Rows(pinned(file, split), *settings)
-    if is_address(file):
-        file = str(as_path(file))
-    if not Path(file).is_file():
-        raise ValueError(f"{file} is not a file")
-    return Rows(file, *settings)
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:

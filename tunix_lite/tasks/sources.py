@@ -7,14 +7,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import grain
 import numpy as np
 
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.tasks.generated import GeneratedSource, check_range
-from tunix_lite.tasks.hub_rows import HubData, is_hub
-from tunix_lite.tasks.row_files import RowChecker, Rows, rows_of
+from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
+from tunix_lite.tasks.row_files import RowChecker, Rows
 
 # examples of which one must fit, where they are not in memory
 LOOKED_AT = 2000
@@ -94,34 +96,6 @@ class NextThatFits(Sequence):
             if not (why := self.look(example)):
                 return example
         raise ValueError(f"none of {LOOKED_AT:,} training examples can be taken: {why}")
-
-
-def first_fitting(
-    examples: Sequence[dict],
-    count: int,
-    look: Callable[[dict], str] | None,
-    setting: str = "num_examples",
-) -> list[dict]:
-    """The first `count` held-out examples that fit, or all that do if there are no more than
-    `count`. Raises ValueError if too few fit. look: None: all fit. setting: of `evaluation`, which
-    says how many."""
-    fitting = []
-    first_unfit = ""
-    # examples are made one by one, so no more of them than needed
-    for i in range(len(examples)):
-        if len(fitting) == count:
-            break
-        example = examples[i]
-        why = "" if look is None else look(example)
-        if not why:
-            fitting.append(example)
-        first_unfit = first_unfit or why
-    if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
-        raise ValueError(
-            f"evaluation.{setting}={count}, but of {len(examples)} held-out prompts "
-            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower {setting}"
-        )
-    return fitting
 
 
 def spread(count: int, limit: int) -> Sequence[int]:
@@ -224,10 +198,14 @@ class FileRows:
         return self._rows(self.train_file, "train")
 
     def _rows(self, file: str | None, split: str) -> Rows:
+        """All rows of a file. split: of a name of the hub that has none."""
         if file is None:
             raise ValueError(NO_TRAIN)
+        name = pinned(file, split) if is_hub(file) else str(as_path(file))
+        if not is_hub(file) and not Path(name).is_file():
+            raise ValueError(f"{name} is not a file")
         fields = tuple((self.fields or {}).items())
-        return rows_of(file, split, self.on_error, self.checker, fields, self.max_rows)
+        return Rows(name, self.on_error, self.checker, fields, self.max_rows)
 
 
 @dataclass(frozen=True)

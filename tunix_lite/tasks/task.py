@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,6 @@ from tunix_lite.tasks.sources import (
     batch_at,
     digest,
     digest_of_data,
-    first_fitting,
     spread,
 )
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
@@ -405,9 +405,18 @@ class Task:
         is_learned: with what the algorithm learns from, for its loss; else their prompts are
         enough."""
         looked_at = self if is_learned else replace(self, learned=())
-        look = looked_at.look if self.leaves_out else None
-        setting = "loss_examples" if is_learned else "num_examples"
-        return first_fitting(self.config.source.held_out, count, look, setting)
+        rows = self.config.source.held_out
+        # made one by one, so no more of them than needed
+        taken = (row for row in rows if not (self.leaves_out and looked_at.look(row)))
+        fitting = list(islice(taken, count))
+        if len(fitting) < min(count, len(rows)) and (count < len(rows) or not fitting):
+            setting = "loss_examples" if is_learned else "num_examples"
+            why = next(filter(None, map(looked_at.look, rows)))
+            raise ValueError(
+                f"evaluation.{setting}={count}, but of {len(rows)} held-out prompts {len(fitting)} "
+                f"fit (the first that does not: {why}); lower {setting}"
+            )
+        return fitting
 
     def references(self, examples: list[dict], field: str | None = None) -> list[str] | None:
         """The text of each example that a completion should resemble: in this field, or without one
