@@ -443,8 +443,8 @@ class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> Sequence[bool]:
         steps = [one.step for one in checkpoints]
-        kept = self._best.first(self._count, steps)
-        return [step in kept for step in steps]
+        best = self._best.first(self._count, steps)
+        return [step in best for step in steps]
 
 
 def shapes_of(arrays: Tree) -> Tree:
