@@ -75,7 +75,7 @@ def main() -> None:
         steps = len(parts.task.config.source.train) // size
         began = time.perf_counter()
         for step in range(steps):
-            examples, _ = parts.task.batch(size, run.seed, step)
+            examples = parts.task.batch(size, run.seed, step)
             parts.task.demonstrations(examples)
             parts.task.segments(examples)
             if step % (1 + steps // 20) == 0:

@@ -118,7 +118,7 @@ GROUPS = (
     Group(
         "Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source
     ),
-    Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
+    Group("Source: rows of files", "task.source.", sources.FileRows, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
     Group("Task: plain text", "task.", plain_text.TextTaskConfig, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
@@ -126,7 +126,7 @@ GROUPS = (
     Group("Right by: exact answer", "task.correct.", answers.ExactAnswer, None),
     Group("Reward: ROUGE-L", "task.rewards.<name>.fn.", similarity.RougeL, None),
     Group("Reward: a reward model", "task.rewards.<name>.", model.RewardModel, None),
-    Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
+    Group("Task: GSM8K", "task.", gsm8k.Gsm8kTaskConfig, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),

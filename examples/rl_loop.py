@@ -68,7 +68,7 @@ def main(num_steps: int) -> list[float]:
     means = []
     for step in range(num_steps):
         # Experience: P prompts, G completions of each, their rewards, the advantages [B, T].
-        examples, _ = task.batch(PROMPTS, SEED, step)
+        examples = task.batch(PROMPTS, SEED, step)
         key = jax.random.fold_in(jax.random.key(SEED), step)
         batch, _, graded = algorithm.collect(policy, task, state.params, examples, key)
 

@@ -38,11 +38,10 @@ GENERATIONS = 2
 class Numbers(SimpleNamespace):
     """A task whose examples are numbers. Nothing is graded."""
 
-    leaves_out = False
     tokenizer = SimpleNamespace(pad_id=0)
 
     def batch(self, count, seed, rollout):
-        return [{"n": rollout * count + i} for i in range(count)], 0
+        return [{"n": rollout * count + i} for i in range(count)]
 
     def prompts(self, examples):
         return [[4 + (3 * one["n"] + i) % 28 for i in range(1 + one["n"] % 7)] for one in examples]
@@ -106,7 +105,7 @@ def updates(kept, policy, task, cfg) -> dict:
     update = jax.jit(learned, donate_argnums=0)
     found = {"tokens": [], "versions": [], "logprobs": [], "examples": [], "turns": []}
     for step in range(3):
-        handed, _, examples, _ = kept.draw(step, policy, task, params)
+        handed, _, examples = kept.draw(step, policy, task, params)
         rollout = handed.generate(None, examples, None, GENERATIONS)
         # It is on its way to the devices when sampling goes on.
         params = update(params)

@@ -19,7 +19,7 @@ import pytest
 import test_train
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.basics.best import Ranked
+from tunix_lite.basics.best import Best
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import TrainState
 from tunix_lite.commands.train import next_command
@@ -54,36 +54,39 @@ def saved(folder, *steps: int) -> Checkpoints:
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     """Accuracies .9 .1 .5 and none: the newest one, and of the measured ones the two best. A manager that is opened
-    later knows them, too; of a metric where less is better they are others; of equals the first is best."""
+    later knows them, too, as the run does; of a metric where less is better they are others; of equals the first."""
 
-    def saved_by(checkpoints, start, metric, values, is_lower_better):
+    def saved_by(best, start, values):
+        folder = tmp_path / "checkpoints"
+        checkpoints = Checkpoints(folder, keep=1, keep_best=2, best=best)
         for step, value in enumerate(values, start):
-            measured = None if value is None else Ranked(metric, value, is_lower_better)
-            checkpoints.save(state_of(step), measured)
+            if value is not None:
+                best.take(step, value)
+            checkpoints.save(state_of(step))
         checkpoints.close()
-        return Checkpoints(tmp_path)
+        (tmp_path / "status.json").write_text(json.dumps({"best": best.first(10)}))
+        return Checkpoints(folder)
 
-    begun = Checkpoints(tmp_path, keep=1, keep_best=2)
-    after = saved_by(begun, 1, "eval/accuracy", (0.9, 0.1, 0.5, None), False)
+    best = Best("eval/accuracy", is_lower_better=False)
+    after = saved_by(best, 1, (0.9, 0.1, 0.5, None))
     assert after.steps() == [1, 3, 4] and after.chosen_step("best") == 1 and after.chosen_step(None) == 4
-    again = saved_by(Checkpoints(tmp_path, keep=1, keep_best=2), 5, "eval/accuracy", (0.9, 0.2), False)
-    assert again.steps() == [1, 5, 6] and again.from_best(again.steps()) == [1, 5, 6]
-    other = saved_by(Checkpoints(tmp_path, keep=1, keep_best=2), 7, "eval/loss", (1.0, 2.0, 1.5, 3.0), True)
+    again = saved_by(best, 5, (0.9, 0.2))
+    assert again.steps() == [1, 5, 6] and best.first(9, again.steps()) == [1, 5, 6]
+    other = saved_by(Best("eval/loss", is_lower_better=True), 7, (1.0, 2.0, 1.5, 3.0))
     assert other.steps() == [7, 9, 10] and other.chosen_step("best") == 7
     state = jax.tree.map(jnp.zeros_like, state_of(0))
     assert other.restore_params(shapes(state.params), "best")[0] == 7
+    shutil.rmtree(tmp_path / "checkpoints" / "7")
+    assert other.chosen_step("best") == 9, "the best that is there"
 
 
-def test_without_a_measurement_no_checkpoint_is_best(tmp_path):
-    checkpoints = saved(tmp_path, 2, 4)
-    with pytest.raises(
-        ValueError, match=r"no checkpoint of .* has a value of training.best_metric; give the number of one: step=4$"
-    ):
+@pytest.mark.parametrize("status", [None, "{}", '{"best": 4}', '{"best": [3, "4", null]}'])
+def test_without_a_measurement_no_checkpoint_is_best(status, tmp_path):
+    checkpoints = saved(tmp_path / "checkpoints", 2, 4)
+    if status is not None:
+        (tmp_path / "status.json").write_text(status)
+    with pytest.raises(ValueError, match=r"no checkpoint of .* is the best by .*; give the number of one: step=4$"):
         checkpoints.chosen_step("best")
-    about = tmp_path / "4" / "about.json"
-    about.write_text('{"step": 4, "measured": {"metric": "eval/loss"}}')
-    with pytest.raises(ValueError, match=r"^step 4 cannot be read \(about.json: "):
-        Checkpoints(tmp_path).chosen_step("best")
 
 
 def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path):
@@ -94,7 +97,7 @@ def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path
     (half / "default").mkdir(parents=True)
     (half / "default" / "something").write_text("half")
     again = Checkpoints(tmp_path)
-    assert again.latest_step() == 2 and again.steps() == [2] and again.about(2)[0] == 0
+    assert again.latest_step() == 2 and again.steps() == [2] and again.skipped(2) == 0
     restored = again.restore(jax.tree.map(jnp.zeros_like, state_of(0)))
     np.testing.assert_array_equal(restored.params["w"], np.full((8, 2), 2))
     assert again.restore_params(shapes(state_of(0).params))[0] == 2
@@ -139,12 +142,12 @@ def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
 
 def test_how_many_updates_were_skipped_is_kept(tmp_path):
     checkpoints = saved(tmp_path, 1, 3)
-    assert [checkpoints.about(step)[0] for step in (1, 3)] == [0, 2]
+    assert [checkpoints.skipped(step) for step in (1, 3)] == [0, 2]
     (tmp_path / "3" / "about.json").unlink()
-    assert checkpoints.about(3)[0] == 0, "a copy may have lost it"
+    assert checkpoints.skipped(3) == 0, "a copy may have lost it"
     (tmp_path / "3" / "about.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=rf"^step 3 cannot be read \(.+\); remove {tmp_path}/3 to go on from step 1$"):
-        checkpoints.about(3)[0]
+        checkpoints.skipped(3)
 
 
 def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):

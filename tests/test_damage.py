@@ -220,7 +220,7 @@ def test_a_checkpoint_without_digests_is_still_read(folder):
     (folder / "checkpoints" / "8" / "about.json").unlink()
     assert not checkpoints.has_digests(LAST) and checkpoints.whole_steps() == [4, LAST]
     np.testing.assert_array_equal(checkpoints.restore(state_of(0)).params["w"], np.full((8, 2), LAST))
-    assert checkpoints.about(LAST)[0] == 0
+    assert checkpoints.skipped(LAST) == 0
 
 
 # ---- a folder that is deleted while a checkpoint is written

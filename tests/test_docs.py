@@ -270,7 +270,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     if is_there and run.model.weights in ("bundled", "random"):
         task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
         # a few stand for all: making every held-out example of every command is half of this file's time
-        examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)[0]]
+        examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)]
         task.prompts(examples)
 
 

@@ -44,9 +44,9 @@ class Echo:
 
 def source(algorithm, prompts=2):
     def batch(count, seed, rollout):
-        return [{"n": seed % 1000 + rollout * count + i} for i in range(count)], 1
+        return [{"n": seed % 1000 + rollout * count + i} for i in range(count)]
 
-    task = SimpleNamespace(batch=batch, leaves_out=True)
+    task = SimpleNamespace(batch=batch)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)

@@ -722,7 +722,7 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
         jax.tree.map(np.testing.assert_array_equal, state.params, params)
     # Brackets end what orbax reads as it opens the folder, before anybody asks it for a step.
     assert set(asked) == (set() if name == "brackets" else {1}), "orbax was asked"
-    said = within_seconds(lambda: Checkpoints(folder).about(1)[0])
+    said = within_seconds(lambda: Checkpoints(folder).skipped(1))
     assert said == 0 or said.startswith("step 1 cannot be read (")
 
 
@@ -793,7 +793,7 @@ def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_f
 
     is_refused(lambda: read_fingerprint(run_dir.fingerprint), f"{run_dir.fingerprint.name}")
     is_refused(lambda: find_reference(run, model, run_dir, run_dir.checkpoints), "reference.json", "resume=")
-    is_refused(lambda: Checkpoints(run_dir.checkpoints).about(1)[0], "step 1 cannot be read (", "remove ")
+    is_refused(lambda: Checkpoints(run_dir.checkpoints).skipped(1), "step 1 cannot be read (", "remove ")
     *found, wrong = within_seconds(lambda: read_status(run_dir.status))
     assert found == [{}, 0.0, None] and wrong.startswith(f"{run_dir.status} ") and "\n" not in wrong
 

@@ -199,22 +199,19 @@ def test_another_form_is_refused_before_anything_is_read(name):
 
 
 @pytest.mark.parametrize(
-    ("ours", "is_pinned"),
+    ("ours", "taken"),
     [
-        ("hub:org/sums", True),
-        ("hub:org/sums:main", True),
-        ("hub:org/sums:train", True),
-        ("hub:org/sums:main:train", True),
-        ("hub:org/sums:hard", False),
-        ("hub:org/sums:main:test", False),
-        ("hub:org/others", False),
-        (f"hub:org/sums@{NEW}", False),  # the user wants that one
+        ("hub:org/sums", f"hub:org/sums@{OLD}"),
+        ("hub:org/sums:main", f"hub:org/sums@{OLD}:main"),
+        ("hub:org/sums:main:train", f"hub:org/sums@{OLD}:main:train"),
+        ("hub:org/others", "hub:org/others"),
+        (f"hub:org/sums@{NEW}", f"hub:org/sums@{NEW}"),  # the user wants that one
     ],
 )
-def test_a_resumed_run_takes_the_commit_that_it_began_with(ours, is_pinned):
+def test_a_resumed_run_takes_the_commit_that_it_began_with(ours, taken):
     task = compose(["task=jsonl", "algorithm=sft", f"task.train={ours}"]).task
     before = {"task": {"train": f"hub:org/sums@{OLD}:main:train", "held_out": None}}
-    assert with_commits_of(before, task).train == (before["task"]["train"] if is_pinned else ours)
+    assert with_commits_of(before, task).train == taken
     assert with_commits_of({"task": {"train": "rows.jsonl"}}, task) == with_commits_of({}, task) == task
 
 

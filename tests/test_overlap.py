@@ -153,11 +153,10 @@ class Grades:
 class Numbers(SimpleNamespace):
     """A task whose examples are numbers; every step has prompts of its own."""
 
-    leaves_out = False
     tokenizer = SimpleNamespace(pad_id=0)
 
     def batch(self, count, seed, rollout):
-        return [{"n": rollout * count + i} for i in range(count)], 0
+        return [{"n": rollout * count + i} for i in range(count)]
 
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
@@ -199,7 +198,7 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     the update takes `updated`."""
     policy = Policy(generate, None)
     params = random_params(cfg, seed=step) if params is None else params
-    found, task, examples, _ = overlap.draw(step, policy, Numbers(), params)
+    found, task, examples = overlap.draw(step, policy, Numbers(), params)
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()

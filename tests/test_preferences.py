@@ -34,7 +34,7 @@ from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import policy_of
 from tunix_lite.settings.resolved_run import ResolvedRun, _FrozenModel, find_model, resolve_run
-from tunix_lite.tasks.sources import Jsonl
+from tunix_lite.tasks.sources import FileRows
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
@@ -84,7 +84,7 @@ def test_pairs_are_learned_from_log_2_on(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     overrides = ["algorithm=dpo", "training.max_steps=4", "optimizer.learning_rate=3e-3", "optimizer.schedule=linear"]
     run = compose([*overrides, "training.micro_batch_size=2", *QUICK])
-    run = replace(run, task=replace(run.task, source=Jsonl(str(file), str(file))))
+    run = replace(run, task=replace(run.task, source=FileRows(str(file), str(file))))
     train(run, tmp_path / "run")
     rows = metrics_of(tmp_path / "run")
     first, last = rows[0], rows[-1]

@@ -82,8 +82,8 @@ ROWS = {
 def test_a_recipe_trains_a_tiny_model(name, tmp_path):
     data = tmp_path / "rows.jsonl"
     words = [*SMALL, SMALL_MESH.get(name, "model.mesh_shape=[[1,1],[fsdp,tp]]")]
-    if "source" in vars(recipe(name).task) and "Gsm8k" in type(recipe(name).task.source).__name__:
-        words += [f"task.source.train_file={data}", f"task.source.held_out_file={data}"]
+    if "Gsm8k" in type(recipe(name).task).__name__:
+        words += [f"task.train={data}", f"task.held_out={data}"]
         row = ROWS["gsm8k"]
     else:
         row = ROWS.get(name, {})

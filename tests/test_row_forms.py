@@ -9,7 +9,7 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows
-from tunix_lite.tasks.row_forms import FORMS, Columns
+from tunix_lite.tasks.row_forms import FORMS, formed
 from tunix_lite.tasks.task import Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -69,28 +69,28 @@ def test_every_form_has_a_case():
 def test_a_form_gives_the_columns_that_tasks_read(name):
     for row, added in CASES[name]:
         before = json.dumps(row)
-        assert Columns().read(row) == (name, row | added)
+        assert formed(row) == (name, row | added)
         assert json.dumps(row) == before
 
 
 def test_a_form_never_replaces_a_column_of_the_file():
     row = {"instruction": "Add.", "output": "3", "prompt": "mine", "completion": "mine, too"}
-    assert Columns().read(row)[1] == row
+    assert formed(row)[1] == row
 
 
 def test_fields_give_columns_other_names():
     row = {"problem": "1 + 2", "level": 5}
-    assert Columns((("question", "problem"),)).read(row) == ("", {"question": "1 + 2", "level": 5})
+    assert formed(row, (("question", "problem"),)) == ("", {"question": "1 + 2", "level": 5})
     # and with them a form
     row = {"ask": "hi", "reply": "hello"}
     fields = (("prompt", "ask"), ("completion", "reply"))
-    assert Columns(fields).read(row) == ("prompt, completion", {"prompt": "hi", "completion": "hello"})
+    assert formed(row, fields) == ("prompt, completion", {"prompt": "hi", "completion": "hello"})
     with pytest.raises(
         ValueError, match=r"task.fields=\{question: problem\}, and the row has no 'problem': ask, reply"
     ):
-        Columns((("question", "problem"),)).read(row)
+        formed(row, (("question", "problem"),))
     with pytest.raises(ValueError, match=r"task.fields=\{reply: ask\}, and the row has a 'reply' already"):
-        Columns((("reply", "ask"),)).read(row)
+        formed(row, (("reply", "ask"),))
 
 
 def lines(file: Path, rows: list[dict]) -> Path:

@@ -11,8 +11,8 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
-from tunix_lite.tasks.files import FileRows
 from tunix_lite.tasks.row_files import Rows
+from tunix_lite.tasks.sources import FileRows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -81,12 +81,12 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
     for bad, says in zip(BAD, ("not JSON", "task.prompt names 'question', but", "not an object", "half of a char")):
         json_lines(train, [good[0], bad])
         with pytest.raises(ValueError, match=rf"train.jsonl, line 2: {says}"):
-            _ = FileRows(str(train), None, "jsonl", "raise", task.config.template).train
+            _ = FileRows(str(train), None, "raise", task.config.template).train
     with pytest.raises(ValueError, match="no.jsonl is not a file"):
-        _ = FileRows(str(tmp_path / "no.jsonl"), None, "jsonl", "raise", task.config.template).train
+        _ = FileRows(str(tmp_path / "no.jsonl"), None, "raise", task.config.template).train
     json_lines(train, BAD)
     with pytest.raises(ValueError, match="holds no examples; all 4 rows were left out, the first: .*line 1: not JSON"):
-        _ = FileRows(str(train), None, "jsonl", "skip", task.config.template).train
+        _ = FileRows(str(train), None, "skip", task.config.template).train
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,6 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
     [
         ([], "task: train is missing: give task.train=FILE"),
         (["task.train=a"], "task: reward is missing: give task.reward=module.function"),
-        (["task.train=a", REWARD, "task.format=xml"], "task: format='xml'; it is jsonl or parquet"),
         (["task.train=a", REWARD, "task.prompt=''"], "task: prompt='' is the same for every example; write"),
         (["task.train=a", "task.reward=near"], "task.reward._target_: 'near' has no module; write module.near, as in"),
         (

@@ -36,7 +36,7 @@ NATALIA = {
 def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     large = {"question": "How much?", "answer": "#### 1,024"}
     file = json_lines(tmp_path / "train.jsonl", [NATALIA, large])
-    task = task_of(["task=gsm8k", f"task.source.train_file={file}", f"task.source.held_out_file={file}"], tokenizer)
+    task = task_of(["task=gsm8k", f"task.train={file}", f"task.held_out={file}"], tokenizer)
     first, second = task.config.source.train
     assert (first["answer"], second["answer"]) == ("72", "1024")
     assert first["completion"] == "In May she sold 48/2 = 24.\nAltogether 48+24 = 72.\n#### 72"
@@ -81,15 +81,13 @@ def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path):
     (tmp_path / "main").mkdir()
     for split in ("train", "test"):
         json_lines(tmp_path / "main" / f"{split}-00000.jsonl", [NATALIA])
-    source = compose(["task=gsm8k", f"task.source.hub={tmp_path}"]).task.source
-    assert (source.file_of("train"), source.file_of("held_out")) == (
-        f"hub:{tmp_path}:main:train",
-        f"hub:{tmp_path}:main:test",
-    )
+    name = f"hub:{tmp_path}:main"
+    source = compose(["task=gsm8k", f"task.train={name}", f"task.held_out={name}"]).task.source
     card = "---\nconfigs:\n- config_name: main\n  data_dir: main\n---\n"
     (tmp_path / "README.md").write_text(card)
     assert source.held_out[0]["answer"] == "72" and len(source.train) == 1
-    assert compose(["task=gsm8k"]).task.source.file_of("train") == "hub:openai/gsm8k:main:train"
+    assert (source.train.file, source.held_out.file) == (f"{name}:train", f"{name}:test")
+    assert compose(["task=gsm8k"]).task.source.train_file == "hub:openai/gsm8k:main"
 
 
 # ---- conversations
@@ -149,7 +147,7 @@ def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path,
     parts = prepare(compose(small(file, kind, setting)), RunDir(tmp_path / "run"))
     assert f"3 of 12 training {'completions' if kind == 'chat' else '`rejected`'} are longer than" in parts.data
     assert f"and are left out ({setting})" in parts.data
-    batches = [parts.task.batch(3, 0, step)[0] for step in range(3)]
+    batches = [parts.task.batch(3, 0, step) for step in range(3)]
     for batch in batches:
         parts.task.demonstrations(batch, parts.task.learned[-1])
     asked = sorted(int(parts.task.text.ask(row)[1:]) for batch in batches for row in batch)
@@ -165,7 +163,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
     with pytest.raises(ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no"):
         prepare(compose(given), RunDir(tmp_path / "run"))
     parts = prepare(compose([*given, "task.on_error=skip"]), RunDir(tmp_path / "run"))
-    found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
+    found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)]
     assert sorted(found)[:3] == ["q0", "q1", "q2"]
     says = "2 of 7 training examples cannot be taken and are left out (task.on_error=skip), the first:"
     assert says in parts.data
@@ -284,8 +282,8 @@ def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
     lines = json_lines(tmp_path / "rows.jsonl", rows)
     tokenizer = Tokenizer.load(families["qwen2.5"])
     found = []
-    for file, form in ((lines, "jsonl"), (tmp_path / "rows.parquet", "parquet")):
-        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}", f"task.format={form}"], tokenizer)
+    for file in (lines, tmp_path / "rows.parquet"):
+        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}"], tokenizer)
         train = task.config.source.train
         found.append([(task.text.prompt(row), task.text.demonstration(row)) for row in train])
     assert found[0] == found[1]

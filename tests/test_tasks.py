@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
+from tunix_lite.tasks.sources import Arithmetic, FileRows, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -115,12 +116,6 @@ def numbers_task(rows: list[dict], long_prompts: str, limit: int = 4) -> Task:
     return Task(config, Words(), limit, 8, long_prompts)
 
 
-def long_at(places: set[int], count: int) -> tuple[list[dict], list[int]]:
-    """`count` examples and their order in the first epoch; those at `places` of the order have 9 tokens, others 3."""
-    order = [e["n"] for e in batch_at(of_length(*[1] * count), count, seed=0, step=0)]
-    return of_length(*[9 if order.index(n) in places else 3 for n in range(count)]), order
-
-
 @pytest.mark.parametrize("treatment", ["error", "drop"])
 def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
     said = (
@@ -136,45 +131,43 @@ def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
     assert prompts == [[3, 4, 5, 6], [1, 2], [1, 2, 3, 4]]
 
 
-def test_the_next_that_fits_stands_where_a_dropped_example_stood():
-    rows, order = long_at({1, 3}, count=9)
-    task = numbers_task(rows, "drop")
-    taken = [([e["n"] for e in examples], dropped) for examples, dropped in (task.batch(3, 0, step) for step in (0, 1))]
-    assert taken[0] == ([order[0], order[2], order[4]], 2)  # 1 and 3 are too long
-    assert taken[1] == ([order[5], order[6], order[7]], 0)  # 4 had its turn
-    rows, order = long_at({0, 2}, count=9)
-    assert [e["n"] for e in numbers_task(rows, "drop").batch(3, 0, 0)[0]] == [order[1], order[3], order[4]]
-    assert numbers_task(rows, "drop", limit=9).batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0)
-
-
-@pytest.mark.parametrize("count, size", [(9, 2), (18, 7)])
+@pytest.mark.parametrize("count, size", [(9, 2), (18, 6)])
 def test_each_row_that_fits_comes_once_an_epoch_though_others_are_dropped(count, size):
-    """Every third row of the file is too long. The batches are the same in any order of asking, as a resumed run has."""
+    """Every third row of the file is too long. The batches are those of a file without them, in any order of asking,
+    as a resumed run has it."""
     rows = of_length(*[9 if n % 3 == 1 else 3 for n in range(count)])
-    fitting = [n for n in range(count) if n % 3 != 1]
-    steps = range(3 * len(fitting) // size)
+    fitting = [row for row in rows if row["n"] % 3 != 1]
     task = numbers_task(rows, "drop")
-    taken = [task.batch(size, 0, step) for step in steps]
-    for step in (len(steps) - 1, 1, len(steps) // 2, 0):
-        assert task.batch(size, 0, step) == taken[step] == numbers_task(rows, "drop").batch(size, 0, step)
-    found = [e["n"] for examples, _ in taken for e in examples]
-    for epoch in range(3):
-        one = found[epoch * len(fitting) : (epoch + 1) * len(fitting)]
-        assert sorted(one) == fitting[: len(one)] if len(one) == len(fitting) else len({*one}) == len(one)
-    assert all(len({e["n"] for e in examples}) == size for examples, _ in taken), "none stands twice in a batch"
+    for step in (5, 0, 3, 4, 1, 2):
+        assert task.batch(size, 0, step) == batch_at(fitting, size, 0, step)
+    found = [e["n"] for step in range(len(fitting) // size) for e in task.batch(size, 0, step)]
+    assert sorted(found) == [row["n"] for row in fitting]
     assert len(task.tokenizer.seen) == count, "each was looked at once"
 
 
+def test_of_examples_that_are_made_the_next_that_fits_stands_for_one_that_does_not():
+    class Made(Sequence):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return of_length(3, 9, 9, 3, 3, 9)[index]
+
+    rows = numbers_task(Made(), "drop").fitting
+    assert [rows[i]["n"] for i in range(len(rows))] == [0, 3, 3, 3, 4, 0]
+    with pytest.raises(ValueError, match="none of 2,000 training examples can be taken: the prompt .* has 9 tokens"):
+        _ = numbers_task(Made(), "drop", limit=2).fitting[0]
+
+
 @pytest.mark.parametrize("lengths, batch_size", [((7, 6, 9), 1), ((7, 2, 9), 2), ((7, 2, 9), 5)])
-def test_the_search_for_a_prompt_that_fits_ends(lengths, batch_size):
+def test_too_few_prompts_that_fit_are_an_error(lengths, batch_size):
     task = numbers_task(of_length(*lengths), "drop")
     said = (
-        rf"only {sum(n < 5 for n in lengths)} of the 3 training examples looked at can be taken, and a batch takes "
-        rf"{batch_size}; the first that cannot: the prompt .* has [79|6] tokens, more than .*max_prompt_length=4; raise"
+        rf"only {sum(n < 5 for n in lengths)} of 3 training examples can be taken, and a batch takes "
+        rf"{batch_size}; the first that cannot: the prompt .* has 7 tokens, more than .*max_prompt_length=4; raise"
     )
     with pytest.raises(ValueError, match=said):
         task.batch(batch_size, 0, 0)
-    assert sorted(task.tokenizer.seen) == sorted(e["words"] for e in of_length(*lengths))  # each was looked at once
 
 
 def test_held_out_examples_that_do_not_fit_are_passed_over_only_if_dropped():
@@ -191,7 +184,7 @@ def test_held_out_examples_that_do_not_fit_are_passed_over_only_if_dropped():
 def test_only_dropping_costs_a_look_at_every_prompt(treatment):
     rows = of_length(2, 5, 3)
     task = numbers_task(rows, treatment)
-    assert task.batch(3, 0, 1) == (batch_at(rows, 3, 0, 1), 0) and task.held_out(3) == rows
+    assert task.batch(3, 0, 1) == batch_at(rows, 3, 0, 1) and task.held_out(3) == rows
     assert task.tokenizer.seen == []
     task.prompts(rows[:1])
     assert task.tokenizer.seen == ["1 2"]
@@ -303,12 +296,12 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         config = TaskConfig(source, "{words}", {"short": Reward(brevity)})
         whole = Task(config, tokenizer, 16, 8)
         with whole.with_workers(RewardsConfig(workers=0), print, Processes(process, 2, share)) as task:
-            examples, dropped = (task if is_running else whole).batch(3, 0, step)
+            examples = (task if is_running else whole).batch(3, 0, step)
         batch, _, graded = SFT().collect(None, task, None, examples, None)
-        return batch.tokens.tolist(), dropped, graded
+        return batch.tokens.tolist(), graded
 
     first, second = of_two_hosts(lambda *host: learn(*host, without))
-    assert first == second and first[1:] == (0, None)
+    assert first == second and first[1] is None
     told = "process 1 took other examples than process 0: do all hosts have the same data files?"
     assert of_two_hosts(lambda *host: learn(*host, with_it)) == [told, told]
     silent = [learn(process, None, with_it, is_running=False) for process in (0, 1)]  # one of them may not come here
@@ -323,7 +316,7 @@ def test_a_digest_is_of_what_stands_in_a_data_file(tmp_path):
 
     def kept(lines: list[str]) -> dict[str, str]:
         file.write_text("\n".join(lines))
-        return digest_of_data(Jsonl(str(file), str(file)))
+        return digest_of_data(FileRows(str(file), str(file)))
 
     first = kept(rows)
     assert kept(rows) == first and first["train"] == first["held_out"]
@@ -351,7 +344,7 @@ def of_lines(folder, lines: list, tokenizer, held_out: list | None = None, **set
     for name, rows in (("train", lines), ("held_out", lines if held_out is None else held_out)):
         rows = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
         (folder / f"{name}.jsonl").write_bytes(b"".join(row + b"\n" for row in rows))
-    source = Jsonl(str(folder / "train.jsonl"), str(folder / "held_out.jsonl"))
+    source = FileRows(str(folder / "train.jsonl"), str(folder / "held_out.jsonl"))
     long_prompts, prompt = settings.pop("long_prompts", "error"), settings.pop("prompt", "{question}?")
     config = TaskConfig(source, prompt, {"correct": Reward(correct)}, **settings)
     return Task(config, tokenizer, 48, 16, long_prompts)

@@ -178,7 +178,7 @@ def test_hosts_read_disjoint_shares_of_the_same_batch(tokenizer, tmp_path, monke
         parts, shares = [], []
         for index in range(count):
             task = text_task(tokenizer, tmp_path, hosts=(index, count))
-            examples, _ = task.batch(8, seed=3, step=5)
+            examples = task.batch(8, seed=3, step=5)
             reads.clear()
             arrays = task.demonstrations(examples)
             shares.append(set(reads))

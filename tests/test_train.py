@@ -346,7 +346,7 @@ def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with
     said = f"3 updates in a row were not finite. None was made: checkpoint 4 in {tmp_path}/checkpoints has the weights before"
     with pytest.raises(FloatingPointError, match=f"step 4: train/loss nan, train/grad_norm nan; {said}.*learning rate"):
         train(replace(run, algorithm=bad), tmp_path)
-    assert checkpoints.steps() == [2, 4] and checkpoints.about(4)[0] == 3
+    assert checkpoints.steps() == [2, 4] and checkpoints.skipped(4) == 3
     with pytest.raises(FloatingPointError, match=f"step 4: {said}"):
         # after the last step, too, it does not count as completed
         train(replace(run, algorithm=bad, training=replace(run.training, max_steps=4)), tmp_path)
@@ -363,7 +363,7 @@ def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with
     wanted = [learning_rates(run.optimizer, max_steps)(update) for max_steps, update in made]
     assert [row["train/learning_rate"] for row in rows] == wanted
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "completed"
-    assert checkpoints.about(6)[0] == 0
+    assert checkpoints.skipped(6) == 0
     assert sorted(file.name for file in (tmp_path / "skipped").iterdir()) == [f"step_00000{n}.npz" for n in (2, 3, 4)]
     assert np.isnan(np.load(tmp_path / "skipped" / "step_000003.npz")["advantages"]).any()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), last.params)
@@ -574,7 +574,7 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_a
     model = source.download(source.locate(run.model))
     params = source.load_weights(model, run.seed)[1]
     task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
-    tokens, mask, counts = task.demonstrations(task.batch(8, run.seed, 0)[0])
+    tokens, mask, counts = task.demonstrations(task.batch(8, run.seed, 0))
     forward = jax.jit(decoder.forward, static_argnums=1)
     hidden = forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))
     scores = np.asarray(decoder.logits(params, model.cfg, hidden), np.float64)[:, :-1]
@@ -609,7 +609,7 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
     """Nothing is compiled: the checkpoint is that of `finished`, and what made it is written anew."""
     folder, data = RunDir(copied(finished, tmp_path)), tmp_path / "rows.jsonl"
     rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
-    source = f"task.source={{_target_: tunix_lite.tasks.sources.Jsonl, train_file: {data}, held_out_file: {data}}}"
+    source = f"task.source={{_target_: tunix_lite.tasks.sources.FileRows, train_file: {data}, held_out_file: {data}}}"
 
     def found(*settings: str) -> str:
         """What differs from the run in the folder; the file is read again."""

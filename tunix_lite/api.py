@@ -35,7 +35,7 @@ from tunix_lite.runs.agents.running import AgentConfig
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.tasks.sources import Arithmetic, Jsonl
+from tunix_lite.tasks.sources import Arithmetic, FileRows
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
@@ -57,9 +57,9 @@ __all__ = [
     "Datum",
     "Distill",
     "EvaluateTaskConfig",
+    "FileRows",
     "GenerationConfig",
     "Graded",
-    "Jsonl",
     "LanguageModel",
     "ModelConfig",
     "OptimizerConfig",

@@ -70,8 +70,8 @@ def settings_of(work: dict) -> api.RunConfig:
     file = work["rows_file"]
     data = [
         "task=gsm8k",
-        f"task.source.train_file={file}",
-        f"task.source.held_out_file={file}",
+        f"task.train={file}",
+        f"task.held_out={file}",
         f"task.prompt='{work['template']}'",
         f"generation.max_prompt_length={work['prompt_length']}",
         f"generation.max_new_tokens={work['new_tokens']}",
@@ -140,7 +140,7 @@ def step_done(done: api.StepDone) -> dict:
 def source_of(session: Session, learner: Learner) -> ExperienceSource:
     """The model is loaded; what compiles from here on belongs to the first step."""
     task = session.parts.task
-    examples, _ = task.batch(session.parts.resolved.batch.prompts, 0, 0)
+    examples = task.batch(session.parts.resolved.batch.prompts, 0, 0)
     ready(0 if TURNS[0].work["race"] == "text" else sum(map(len, task.prompts(examples))))
     TURNS[0].wait()
     return FreshExperience(session, learner)

@@ -87,7 +87,7 @@ def cells() -> dict[str, dict]:
 def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
     """The work of a cell with its model, prompts and rows. `folder` is the cell's own."""
     from tunix_lite.models.tokenizer import Tokenizer
-    from tunix_lite.tasks.gsm8k import Gsm8k
+    from tunix_lite.tasks.gsm8k import Gsm8kTaskConfig
 
     model_folder, template = MODELS[work["of_model"]]
     # an update of SFT takes other rows each time, and a row of text some four of them
@@ -97,7 +97,7 @@ def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
         sys.exit(f"--rows: {args.rows} has {len(lines)} rows; this race needs {needed}")
     file = folder / "rows.jsonl"
     file.write_text("\n".join(lines) + "\n")
-    examples = list(Gsm8k(train_file=str(file), held_out_file=str(file)).train)
+    examples = list(Gsm8kTaskConfig(train=str(file), held_out=str(file)).source.train)
     work = work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
     work |= {"model": str(args.models / model_folder), "programs": str(folder / "programs")}
     if work["race"] == "text":

@@ -2,24 +2,21 @@
 
 import math
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from tunix_lite.basics.plain_text import counted
 
-# beginnings of the last part of the names of metrics of which less, or more, is better
+# beginnings of the last part of the names of metrics of which less is better
 _LOWEST = re.compile(r"(dpo_)?loss|perplexity|teacher_|(sampled_)?truncated|failed")
-_HIGHEST = re.compile(
-    r"(token_|pair_)?accuracy|margin|(sampled_)?reward|(avg|pass|maj)_at_|rouge_|exact_match|correct"
-)
 # metrics of eval/ that come of the loss of held-out rows; the others come of completions
 OF_LOSS = ("loss", "dpo_loss", "perplexity", "token_accuracy", "margin", "pair_accuracy")
 OF_LOSS += ("teacher_kl", "teacher_divergence")
 
 
 def is_lower_better(metric: str, best_is: str = "auto") -> bool:
-    """Returns whether less of a metric is better. best_is: highest, lowest, or auto: by its name.
-    Raises ValueError for a name that says nothing, or that is of the clock.
+    """Returns whether less of a metric is better. best_is: highest, lowest, or auto: lowest of a
+    loss and the like. Raises ValueError for a name that is no metric, or one of the clock.
     Example: is_lower_better("eval/loss") is true."""
     part, _, name = metric.partition("/")
     if not part or not name or part in ("time", "perf", "memory"):
@@ -27,21 +24,9 @@ def is_lower_better(metric: str, best_is: str = "auto") -> bool:
             f"best_metric={metric!r} is no metric of learning; write it as metrics.jsonl does, "
             "such as training.best_metric=eval/loss"
         )
-    is_highest = part == "reward" or _HIGHEST.match(name)
-    if best_is == "auto" and not is_highest and not _LOWEST.match(name):
-        raise ValueError(
-            f"best_metric={metric}: its name does not say what is better; add "
-            "training.best_is=highest or training.best_is=lowest"
-        )
-    return best_is == "lowest" if best_is != "auto" else not is_highest
-
-
-class Ranked(NamedTuple):
-    """A metric of a checkpoint. Example: Ranked("eval/loss", 1.25, is_lower_better=True)."""
-
-    metric: str
-    value: float
-    is_lower_better: bool
+    if best_is == "auto":
+        return part != "reward" and _LOWEST.match(name) is not None
+    return best_is == "lowest"
 
 
 @dataclass
@@ -56,17 +41,28 @@ class Best:
     value: float = math.nan
     # measurements after it
     since: int = 0
+    # of all steps that have one
+    values: dict[int, float] = field(default_factory=dict)
 
     def take(self, step: int, value: float) -> bool:
         """Takes the value of a step. Returns whether it is a new best; one that is not finite is
         none."""
         sign = -1 if self.is_lower_better else 1
         is_new = math.isfinite(value) and not sign * value <= sign * self.value
+        if math.isfinite(value):
+            self.values[step] = value
         if is_new:
             self.step = step
             self.value = value
         self.since = 0 if is_new else self.since + 1
         return is_new
+
+    def first(self, count: int, steps: Iterable[int] | None = None) -> list[int]:
+        """At most `count` of these steps, the best first, and of equals the earlier; None: of
+        all."""
+        sign = 1 if self.is_lower_better else -1
+        among = self.values if steps is None else self.values.keys() & {*steps}
+        return sorted(among, key=lambda step: (sign * self.values[step], step))[:count]
 
     def ended_by(self, patience: int | None) -> str:
         """Tells why the run ends here; "": it goes on. patience: measurements without a new best

@@ -29,8 +29,6 @@ STEP = re.compile(r"(?:checkpoints|reference)/\d+/")
 _DIGESTS = "digests.json"
 # The file that every folder of a run has.
 RUN = "model.json"
-# Most bytes of a file of settings: the largest, digests.json, has some 200 for each file.
-_MOST_SETTINGS = 2**28
 # What a run's folder holds that is of this machine: bringing it anew leaves these as they are.
 _OWN = re.compile(r"\.lock|\.hydra/.*|launch/.*")
 
@@ -70,44 +68,19 @@ def explained(place: Path) -> Iterator[None]:
         raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
 
 
-def is_newer_here(lease: dict, owner: str | None) -> bool:
-    """Returns whether a place is newer than its bucket: the run that had the lease last is this
-    owner of the place's lock, and it had brought everything before it wrote."""
-    return owner is not None and lease.get("owner") == owner and bool(lease.get("has_all"))
-
-
-def _listed(fs: "fsspec.AbstractFileSystem", root: str, address: str) -> dict[str, dict]:
-    """What the store says of each object below a name. Raises ValueError for what must not come:
-    the bucket may be somebody else's."""
-    objects = fs.find(root, detail=True).items()
-    there = {name.removeprefix(root).lstrip("/"): info for name, info in objects}
-    for name, info in there.items():
-        is_named = ".." not in name.split("/")
-        are_settings = name.endswith((".json", ".jinja", ".yaml"))
-        if not is_named or (are_settings and info["size"] > _MOST_SETTINGS):
-            why = (
-                f"has more than {_MOST_SETTINGS:,} bytes"
-                if is_named
-                else "is no name of a file"
-            )
-            raise ValueError(f"{address} holds {shown(name)}, which {why}")
-    return there
-
-
 def bring(
     address: str,
     only: Sequence[str] = ("*",),
     is_mine: bool = False,
     with_arrays: bool = True,
-    is_newer: bool | None = None,
 ) -> Path:
     """Brings a file or a folder to its place, as far as it is not there already. Returns the place.
 
     only: patterns of the names to bring. is_mine: this process will write there; the folder may not
     be there yet, and what the bucket does not hold is removed from its place. Otherwise a place in
     which a run of this machine writes stays as it is. with_arrays: False: of checkpoints only the
-    files beside their arrays. is_newer: files that are here stay; None: if the lease says so.
-    Raises ValueError if nothing has that name, it is too large, or the store cannot be reached.
+    files beside their arrays. Raises ValueError if nothing has that name, it is too large, or the
+    store cannot be reached.
     """
     place = place_here(address)
     record = place.parent / f".{place.name}.bucket"
@@ -118,11 +91,18 @@ def bring(
         if not is_mine and is_held(place):
             return place
         fs, root = store_of(place)
-        there = _listed(fs, root, address)
-        if is_newer is None:
-            leases = [name for name in there if name.startswith(f"{LEASE}/")]
-            lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
-            is_newer = is_newer_here(lease, lock_owner(place))
+        objects = fs.find(root, detail=True).items()
+        there = {name.removeprefix(root).lstrip("/"): info for name, info in objects}
+        # The bucket may be somebody else's.
+        if outside := [name for name in there if ".." in name.split("/")]:
+            raise ValueError(
+                f"{address} holds {shown(outside[0])}, which is no name of a file"
+            )
+
+        # The place is newer if its last owner had the lease last, and all that the bucket had.
+        leases = [name for name in there if name.startswith(f"{LEASE}/")]
+        lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
+        is_newer = lease.get("has_all") and lease.get("owner") == lock_owner(place)
 
         # Checkpoints come if they are whole.
         steps = {match[0] for match in map(STEP.match, there) if match}

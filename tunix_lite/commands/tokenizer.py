@@ -1,9 +1,7 @@
 """`tunix-lite tokenizer task=text task.train=stories.txt out=FOLDER`: a tokenizer for a model with
 random weights, trained on the texts that it will learn from."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from tunix_lite.basics.errors import error_context
@@ -44,21 +42,16 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
             raise ValueError(f"{folder} is a file; give out=FOLDER")
         if (folder / "tokenizer.json").exists() and not settings.overwrite:
             raise ValueError(f"{folder} has a tokenizer; overwrite=true replaces it")
-
-    def texts(limit: int | None) -> Iterator[str]:
-        # one after the other: all of them may be larger than memory
-        with error_context("task"):
-            yield from run.task.texts(limit)
-
-    numbers = count()
     with error_context("task"):
-        if not any(texts(2)):
+        if not any(run.task.texts(2)):
             raise ValueError("there is no text to learn from")
     with error_context(""):
-        counted = (text for text, _ in zip(texts(settings.num_examples), numbers))
-        made = train_tokenizer(counted, folder, settings.kind, settings.vocab_size)
-    sizes = [(len(text.encode()), len(made.encode(text))) for text in texts(1000)]
+        # One after the other: all of them may be larger than memory.
+        texts = run.task.texts(settings.num_examples)
+        made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
+    sizes = [(len(text.encode()), len(made.encode(text))) for text in run.task.texts(1000)]
     size, num_tokens = map(sum, zip(*sizes))
-    print(f"{made.num_tokens:,} tokens from {next(numbers):,} texts")
-    print(f"a token stands for {size / num_tokens:.2f} bytes of them on average")
+    print(
+        f"{made.num_tokens:,} tokens; one stands for {size / num_tokens:.2f} bytes on average"
+    )
     print(f"written to {folder}: model=random model.target_params=5M model.tokenizer={folder}")

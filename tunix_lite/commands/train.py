@@ -84,7 +84,7 @@ def check(run: RunConfig, folder: Path) -> None:
                 _FOUND[:] = [(run, parts)]
             if len(hosts()) > 1:
                 # files and code that the settings name: all hosts must have the same
-                first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
+                first = parts.task.batch(parts.batch.prompts, run.seed, 0)
                 examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
                 seen = {
                     "code": str(digests_of_code(plain(run))),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, is_newer_here, store_of
+from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, store_of
 from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed import join
 
@@ -39,10 +39,9 @@ def writes_directly(path: Path) -> bool:
     return len(join.hosts()) > 1 and (address_of(path) or "").startswith("gs://")
 
 
-def bring_run(place: Path, is_newer: bool | None = None) -> None:
+def bring_run(place: Path) -> None:
     """Brings the folder of a run that this process will write to. Raises ValueError as `bring`."""
-    with_arrays = not writes_directly(place)
-    bring(str(address_of(place)), is_mine=True, with_arrays=with_arrays, is_newer=is_newer)
+    bring(str(address_of(place)), is_mine=True, with_arrays=not writes_directly(place))
 
 
 @contextlib.contextmanager
@@ -56,10 +55,10 @@ def hold_bucket(place: Path, owner: str, before: str | None, timeout: float) -> 
     """
     held = BucketFolder(place, owner)
     with explained(place):
-        last = held.take(before, timeout)
+        held.take(before, timeout)
     try:
         with _repeated(BEAT, held.beat):
-            bring_run(place, is_newer=is_newer_here(last, before))
+            bring_run(place)
             held.has_all = True
             held.beat()
             _HELD[place] = held
@@ -128,36 +127,36 @@ class BucketFolder:
 
     # ---- the lease
 
-    def take(self, dead: str | None, timeout: float) -> dict:
-        """Takes the lease. Returns the last one. dead: an owner that is known to be dead. Raises
-        ValueError if its owner lives for `timeout` seconds."""
+    def take(self, dead: str | None, timeout: float) -> None:
+        """Takes the lease. dead: an owner on this machine that is known to be dead. Raises
+        ValueError if another owner lives for `timeout` seconds."""
         started = since = time.monotonic()
-        seen, beats = None, -1
+        seen: dict = {}
         while True:
             number, last = self._newest()
             other = last.get("owner")
             if last.get("held") and other != dead:
                 now = time.monotonic()
                 if last != seen:
-                    seen = last
-                    since = now
-                    beats += 1
-                    if not beats:
+                    if seen and now - started > timeout:
+                        raise ValueError(
+                            f"{address_of(self.place)} is in use by {other}, and was for "
+                            f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
+                        )
+                    if not seen:
                         _say(
                             f"waiting for {address_of(self.place)}, which is in use by {other}; "
                             f"without a sign of life it is free in {DEAD:g} s"
                         )
-                if beats > 0 and now - started > timeout:
-                    raise ValueError(
-                        f"{address_of(self.place)} is in use by {other}, and was for "
-                        f"{timeout:g} s: end that run, or give this one another hydra.run.dir"
-                    )
+                    seen = last
+                    since = now
                 if now - since < DEAD:
                     time.sleep(min(1.0, DEAD / 10))
                     continue
                 silent = f"{other} gave no sign of life for {DEAD:g} s"
                 _say(f"{silent}, by the clock of this machine: this run takes its place")
             self._number = number + 1
+            self.has_all = other == dead and bool(last.get("has_all"))
             try:
                 self._write(mode="create")
             # What the stores raise is not known here. It may be ours though the answer was lost.
@@ -170,7 +169,7 @@ class BucketFolder:
             if number:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._leases}/{number:06d}")
-            return last
+            return
 
     def _newest(self) -> tuple[int, dict]:
         """The number of the newest lease, and what it says; (0, {}) if there is none."""
@@ -186,8 +185,8 @@ class BucketFolder:
             return self._newest()
 
     def _write(self, is_held: bool = True, mode: str = "overwrite") -> None:
-        lease = {"owner": self.owner, "held": is_held, "beats": self._beats}
-        lease["has_all"] = self.has_all
+        lease = {"owner": self.owner, "held": is_held, "has_all": self.has_all}
+        lease["beats"] = self._beats
         name = f"{self._leases}/{self._number:06d}"
         self._fs.pipe_file(name, json.dumps(lease).encode(), mode=mode)
 

@@ -1,6 +1,7 @@
 """Experience: the data that an update learns from, and its source."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -160,11 +161,10 @@ class FreshExperience:
 
     def _collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""
-        policy, task, examples, example_metrics = self._draw(step, params)
+        policy, task, examples = self._draw(step, params)
         # by step, so that a run that resumes draws what it would have drawn
         key = jax.random.fold_in(self._learner.seed_key, step)
-        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | example_metrics, graded
+        return self._algorithm.collect(policy, task, params, examples, key)
 
     def _draw_rollout(self, step: int, params: Params) -> Drawn:
         """What was sampled beside earlier updates."""
@@ -174,14 +174,9 @@ class FreshExperience:
     def _draw_examples(self, step: int, params: Params) -> Drawn:
         """The examples of all rounds of a rollout."""
         task = self._session.task
-        examples = []
-        dropped = 0
-        for seed in self._seeds:
-            more, unfit = task.batch(self._num_prompts, seed, step // self._updates)
-            examples += more
-            dropped += unfit
-        metrics = {"prompts/dropped": dropped} if task.leaves_out else {}
-        return self._learner.policy, task, examples, metrics
+        rollout = step // self._updates
+        batches = (task.batch(self._num_prompts, seed, rollout) for seed in self._seeds)
+        return self._learner.policy, task, list(itertools.chain.from_iterable(batches))
 
     def _mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""

@@ -159,13 +159,15 @@ def packing_of(theirs: dict, file: Path) -> str:
 
 def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
     """The task with the commits of the hub's data that the run with this fingerprint read, where
-    its settings name the same data and no commit."""
+    its settings name the same data set and no commit."""
     before = theirs.get("task")
     pins = {}
     for name in HUB_SETTINGS if isinstance(before, dict) else ():
-        ours = getattr(task, name, None)
-        if is_hub(ours) and HubData.parse(ours).may_be(str(before.get(name))):
-            pins[name] = before[name]
+        names = (getattr(task, name, None), str(before.get(name)))
+        if all(map(is_hub, names)):
+            here, there = map(HubData.parse, names)
+            if here.repo == there.repo and here.revision is None:
+                pins[name] = str(here._replace(revision=there.revision))
     return replace(task, **pins) if pins else task
 
 

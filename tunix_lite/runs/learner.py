@@ -228,7 +228,7 @@ def _state_at_start(
         number = int(state.step)
         is_other_run = run.resume.force and parts.differs
         # other settings may be the remedy, so they begin with a clean count
-        skipped = 0 if is_other_run else checkpoints.about(number)[0]
+        skipped = 0 if is_other_run else checkpoints.skipped(number)
 
     # What there is to know about it.
     console.begin_at(number)

@@ -27,8 +27,8 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
 
-# a policy that hands out what was sampled, the task that grades it, its examples, metrics
-Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
+# a policy that hands out what was sampled, the task that grades it, its examples
+Drawn = tuple[Policy, TaskInterface, list[dict]]
 
 
 class _BatchesInFlight:
@@ -41,16 +41,16 @@ class _BatchesInFlight:
         self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
         self._updates = algorithm.updates_per_rollout
         self._session = session
-        self._drawn: dict[int, tuple[list[dict], Prompts, int]] = {}
+        self._drawn: dict[int, tuple[list[dict], Prompts]] = {}
 
-    def _of(self, step: int) -> tuple[list[dict], Prompts, int]:
+    def _of(self, step: int) -> tuple[list[dict], Prompts]:
         if step not in self._drawn:
             task = self._session.task
             seed = self._session.run.seed % 2**32
-            examples, dropped = task.batch(self.count, seed, step // self._updates)
+            examples = task.batch(self.count, seed, step // self._updates)
             prompts = task.prompts(examples)
             # a grader takes neighbours that are one object for one group
-            self._drawn[step] = [dict(example) for example in examples], prompts, dropped
+            self._drawn[step] = [dict(example) for example in examples], prompts
         return self._drawn[step]
 
     def examples(self, step: int) -> list[dict]:
@@ -58,12 +58,6 @@ class _BatchesInFlight:
 
     def prompts(self, step: int) -> Prompts:
         return self._of(step)[1]
-
-    def dropped(self, steps: Sequence[int]) -> Metrics:
-        """Counts the examples that were passed over, if the task may pass any over."""
-        if not self._session.task.leaves_out:
-            return {}
-        return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
     def forget(self, steps: set[int]) -> None:
         """Keeps only the batches of these steps."""
@@ -151,7 +145,6 @@ class _PartialRollouts:
 
         of_groups = [one.group for one in taken[:: self._generations]]
         examples = [self._batches.examples(of)[p] for of, p in of_groups]
-        example_metrics = self._batches.dropped(new_steps)
         # examples of steps that are over would stay for ever
         self._batches.forget({one.step for one in left})
         generation = self._sampler.generation
@@ -165,7 +158,7 @@ class _PartialRollouts:
                 del metrics[name]
         # the algorithm samples as ever, and gets what is there already
         drawn = _handed_out(policy, rollout.replace(metrics=metrics))
-        return drawn, task, examples, example_metrics
+        return drawn, task, examples
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
@@ -327,9 +320,8 @@ class _OneStepOffPolicy:
         self._batches.forget({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
-        example_metrics = self._batches.dropped([following])
         drawn = _handed_out(policy, rollout, is_graded=True)
-        return drawn, task, examples, example_metrics
+        return drawn, task, examples
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its

@@ -173,7 +173,7 @@ def with_rewards_tried(parts: Parts) -> Parts:
     if jax.process_index() or not (samples or run.evaluation.num_examples):
         return parts
     if samples:
-        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0][0]
+        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
@@ -230,7 +230,7 @@ def find_parts(run: RunConfig) -> Parts:
             resolved = replace(resolved, run=replace(resolved.run, evaluation=evaluation))
     if run.training.epochs is not None:
         with error_context("task"):
-            num_rows = len(task.counted_rows)
+            num_rows = len(task.fitting)
         algorithm = run.algorithm
         rows_of_batch = resolved.batch.prompts * algorithm.needs.mini_batches
         counts = (num_rows, rows_of_batch, algorithm.updates_per_rollout)
@@ -377,12 +377,12 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
                     "algorithm=dpo, or give another task.reward=module.function"
                 )
         if run.task.packs_rows:
-            first, _ = task.batch(num_prompts, run.seed, 0)
+            first = task.batch(num_prompts, run.seed, 0)
             for name in task.learned:
                 task.demonstrations(first, name)
             return task.describe()
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
-        first, _ = task.batch(num_prompts, run.seed, 0)
+        first = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
         if held_out or not needs.demonstrations:
             check_fields(run.task.rewards, [*held_out, *first])

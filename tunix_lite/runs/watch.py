@@ -2,7 +2,6 @@
 `Watch.after`: what a crash in between leaves on the disk is always true."""
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from tunix_lite.basics.best import Best, Ranked, is_lower_better
+from tunix_lite.basics.best import Best, is_lower_better
 from tunix_lite.basics.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.basics.plain_text import without_secrets
 from tunix_lite.basics.types import Metrics, TrainState
@@ -57,6 +56,7 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.progress import compiling
+from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 
@@ -107,10 +107,13 @@ class Watch:
         self.start = int(learner.state.step)
         # updates in a row that were not made, because a number was not finite
         self.skipped = learner.skipped
-        # what ranks the checkpoint of this step; None: it was not measured
-        self.ranked: Ranked | None = None
         # the checkpoints of this folder are of another run until one of ours is whole
         self.is_fingerprint_pending = session.parts.overwrites_other_run(run_dir)
+        # the best until now: that of an earlier start counts
+        is_lower = is_lower_better(run.training.best_metric, run.training.best_is)
+        self.best = session.status.best = Best(run.training.best_metric, is_lower)
+        for row in allgather_values(run_dir.measured(self.best.metric, self.start))[0]:
+            self.best.take(*row)
         session.status.start(self.start, session.begins_here)
         if self.skipped >= run.training.max_skipped_in_a_row:
             raise FloatingPointError(
@@ -121,16 +124,9 @@ class Watch:
         closing.enter_context(session.stopping)
         how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
         self.checkpoints = Checkpoints(
-            run_dir.checkpoints, *how_many, run_dir.point_latest_here
+            run_dir.checkpoints, *how_many, self.best, run_dir.point_latest_here
         )
         closing.push(closed_at_end(self.checkpoints.close))
-        # the best until now: that of an earlier start counts
-        is_lower = is_lower_better(run.training.best_metric, run.training.best_is)
-        self.best = Best(run.training.best_metric, is_lower)
-        for row in allgather_values(run_dir.measured(self.best.metric, self.start))[0]:
-            self.best.take(*row)
-        with error_context("resume"):
-            self.checkpoints.from_best(self.checkpoints.steps())
         # the metrics of step `start`, if its evaluation was cut short and is made now
         missing = None if session.begins_here else unmeasured(run, run_dir, self.start)
         self.row_without_evaluation = missing
@@ -138,8 +134,9 @@ class Watch:
         # is taken back, to get its evaluation.
         self.num_tokens = 0
         if (earlier := session.parts.resume_from) is not None:
-            self.num_tokens = RunDir(earlier.parent).last_number(
-                "train/num_tokens", self.start
+            counts = RunDir(earlier.parent).measured("train/num_tokens", self.start)
+            self.num_tokens = int(
+                max((count for _, count in counts if is_number(count)), default=0)
             )
         self.trackers = _open_trackers(session, self.start, is_measured=missing is None)
 
@@ -288,10 +285,7 @@ class Watch:
                 )
             return False
         # where processes differ, as in a metric of the user's, the first one decides for all
-        value = allgather_values(float(metrics[name]))[0]
-        if math.isfinite(value):
-            self.ranked = Ranked(name, value, self.best.is_lower_better)
-        return self.best.take(step, value)
+        return self.best.take(step, allgather_values(float(metrics[name]))[0])
 
     def after(self, done: StepDone) -> str | None:
         """Does everything that follows an update. Returns a reason to end the run; "" or None: it
@@ -307,7 +301,6 @@ class Watch:
         metrics = self.numbers(done)
 
         # An end from here on keeps this step: it is logged even if its evaluation is cut short.
-        self.ranked = None
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
@@ -508,7 +501,7 @@ class Watch:
         step = int(self.state.step)
         overlap = self.learner.overlap
         in_flight = None if overlap is None else overlap.at(step)
-        self.checkpoints.save(self.state, self.ranked, self.skipped, in_flight)
+        self.checkpoints.save(self.state, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.parts, session.run_dir)

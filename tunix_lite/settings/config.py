@@ -178,12 +178,9 @@ class TrainingConfig:
         """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
         which = "lowest" if is_lower_better(self.best_metric, self.best_is) else "highest"
         count, patience = self.keep_best_checkpoints, self.early_stopping_patience
-        parts = [f"{counted(count, 'checkpoint')} kept"] if count else []
-        if patience:
-            parts.append(
-                f"the run ends after {counted(patience, 'measurement')} without a new best"
-            )
-        return f"{which} {self.best_metric}: {', and '.join(parts)}"
+        ends = f"the run ends after {counted(patience or 0, 'measurement')} without a new best"
+        uses = {f"{counted(count, 'checkpoint')} kept": count, ends: patience}
+        return f"{which} {self.best_metric}: {', and '.join(filter(uses.get, uses))}"
 
     @property
     def is_packed(self) -> bool:

@@ -25,12 +25,7 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
     if num_held_out and not len(held_out):
         raise ValueError("no example is held out; set evaluation.num_examples=0")
     if isinstance(train, list | tuple) and isinstance(held_out, list | tuple):
-        # a start asks twice
-        known = train.known if isinstance(train, Rows) else {}
-        key = (task.look_settings, num_held_out, str(task.tokenizer.folder), id(held_out))
-        if key not in known:
-            known[key] = _check_in_memory(task, train, held_out, num_held_out)
-        said = list(known[key])
+        said = _check_in_memory(task, train, held_out, num_held_out)
     else:
         # made one by one, and perhaps very many
         said = _measure(task, train, "training", spread(len(train), MEASURED_LAZILY))
@@ -62,12 +57,13 @@ def _check_in_memory(
     said += _measure(task, train, "training", spread(len(train), MEASURED))
     said += _measure(evaluated, held_out, "held-out", spread(count, MEASURED), count)
 
-    said += [
+    # once of a file that both are parts of
+    said += dict.fromkeys(
         f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
         f"{rows.first_skipped}"
         for rows in (train, held_out)
         if isinstance(rows, Rows) and rows.skipped
-    ]
+    )
     if both := _count(hashes_then, hashes):
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if (different := len({*hashes})) < len(hashes):
@@ -168,7 +164,6 @@ def _measure(
 
 def measured_rows(task: Task) -> list[dict]:
     """The training examples that become tokens before the start, of those that a run takes."""
-    train = task.config.source.train
+    train = task.fitting
     limit = MEASURED if isinstance(train, list | tuple) else MEASURED_LAZILY
-    rows = [train[i] for i in spread(len(train), limit)]
-    return [row for row in rows if not task.leaves_out or not task.look(row)]
+    return [train[i] for i in spread(len(train), limit)]

@@ -2,66 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.tasks.chat import same_as_answer
-from tunix_lite.tasks.hub_rows import HubData, is_hub
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
-from tunix_lite.tasks.row_forms import Columns
-from tunix_lite.tasks.sources import FileSource
+from tunix_lite.tasks.sources import NO_TRAIN, FileRows
 from tunix_lite.tasks.task import Reward, TaskConfig, as_rewards
-
-NO_TRAIN = "train is missing: give task.train=FILE"
 
 
 def whole_text(completion: str) -> str:
     """The completion without white space around it: the answer where nothing else is known."""
     return completion.strip()
-
-
-@dataclass(frozen=True)
-class FileRows(FileSource):
-    """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
-    Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt."""
-
-    train_file: str | None  # None: there is nothing to train on, such as in an evaluation
-    held_out_file: str | None  # None: every held_out_every-th row of train_file
-    format: str  # one of row_files.KINDS
-    on_error: str  # a malformed row: raise; skip: leave it out
-    # a row that makes no prompt is malformed, too
-    checker: PromptTemplate
-    held_out_every: int = 10
-    columns: Columns = Columns()
-    # of each file, from its start; None: all
-    max_rows: int | None = None
-
-    @cached_property
-    def train(self) -> Rows:
-        """The rows to train on. Raises ValueError without a file."""
-        if self.train_file is None:
-            raise ValueError(NO_TRAIN)
-        rows = self.rows(self.train_file)
-        if self.held_out_file:
-            return rows
-        part = rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
-        part.skipped, part.first_skipped = rows.skipped, rows.first_skipped
-        return part
-
-    @cached_property
-    def held_out(self) -> Rows:
-        """The rows to evaluate with."""
-        if self.held_out_file:
-            return self.rows(self.held_out_file, "test")
-        rows = self.rows(self.train_file)
-        return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
-
-    def rows(self, file: str, default_split: str = "train") -> Rows:
-        """All rows of a file or a data set of the hub. default_split: of one that names none."""
-        settings = (self.format, self.on_error, self.checker, self.columns, self.max_rows)
-        return rows_of(file, *settings, default_split=default_split)
 
 
 @dataclass(frozen=True)
@@ -94,8 +47,6 @@ class FilesTaskConfig(TaskConfig):
     # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
     # dpo need none.
     reward: Callable | None = None
-    # Format of both files: jsonl or parquet.
-    format: str = "jsonl"
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
@@ -103,18 +54,6 @@ class FilesTaskConfig(TaskConfig):
     def __post_init__(self):
         if self.train is None and self.held_out is None:
             raise ValueError(NO_TRAIN)
-        if self.format not in KINDS:
-            raise ValueError(f"format={self.format!r}; it is {' or '.join(KINDS)}")
-        check_on_error(self.on_error)
-        if self.held_out_every < 2:
-            raise ValueError(
-                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
-                "train on"
-            )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
-        for name in filter(is_hub, (self.train, self.held_out)):
-            HubData.parse(name)
         rewards = as_rewards(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -138,11 +77,10 @@ class FilesTaskConfig(TaskConfig):
         source = FileRows(
             self.train,
             self.held_out,
-            self.format,
             self.on_error,
             self.row_template,
             self.held_out_every,
-            Columns(tuple((self.fields or {}).items())),
+            self.fields,
             self.max_rows,
         )
         settle("source", source)

@@ -6,24 +6,22 @@ import re
 from dataclasses import dataclass
 
 from tunix_lite.rewards.numbers import last_number, number_of
-from tunix_lite.tasks.hub_rows import HUB
+from tunix_lite.tasks.files import FilesTaskConfig
 from tunix_lite.tasks.messages import fields_of
-from tunix_lite.tasks.row_files import check_on_error
-from tunix_lite.tasks.sources import FileSource
+from tunix_lite.tasks.prompt_text import PromptTemplate
 
 # pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
-# split -> its name on the hub
-HUB_SPLITS = {"train": "train", "held_out": "test"}
 
 
 @dataclass(frozen=True)
-class _Solutions:
-    """Makes the example of a row: texts `question` and `answer`, and `####` and a number end the
-    latter."""
+class _SolutionTemplate(PromptTemplate):
+    """A prompt template whose rows have texts `question` and `answer`, and `####` and a number end
+    the latter."""
 
     def check(self, row: dict) -> dict:
-        """The example of the row. Raises ValueError for a row that has none."""
+        """The row with the number as `answer` and the whole solution as `completion`. Raises
+        ValueError for a row that has none."""
         for name in ("question", "answer"):
             if not isinstance(row.get(name), str):
                 raise ValueError(
@@ -35,32 +33,19 @@ class _Solutions:
         # <<48/2=24>> marks what a calculator would say; nobody reads it
         solution = re.sub(r"<<[^>]*>>", "", solution).strip()
         answer = number.strip().replace(",", "")
-        return {**row, "answer": answer, "completion": f"{solution}\n#### {answer}".strip()}
+        completion = f"{solution}\n#### {answer}".strip()
+        return super().check({**row, "answer": answer, "completion": completion})
 
 
 @dataclass(frozen=True)
-class Gsm8k(FileSource):
-    """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
-    example has the number as `answer` and the whole solution as `completion`.
-    Example: Gsm8k(train_file="train.jsonl", held_out_file="test.jsonl")."""
+class Gsm8kTaskConfig(FilesTaskConfig):
+    """A task of rows `question` and `answer`, of files or of a data set on the hub.
+    Example: task=gsm8k task.train=train.jsonl task.held_out=test.jsonl"""
 
-    # Training file, .jsonl or .parquet, with columns question and answer. null downloads `hub`.
-    train_file: str | None = None
-    # Held-out file of the same form. null downloads `hub`.
-    held_out_file: str | None = None
-    # Data set on the hub, as org/name or org/name@revision.
-    hub: str = "openai/gsm8k"
-    # For a row that is malformed or does not fit: raise stops, skip leaves it out and counts it.
-    on_error: str = "raise"
-    checker = _Solutions()
-
-    def __post_init__(self):
-        check_on_error(self.on_error)
-
-    def file_of(self, split: str) -> str:
-        """The file of a split; one that was not given is downloaded."""
-        file = getattr(self, f"{split}_file")
-        return f"{HUB}{self.hub}:main:{HUB_SPLITS[split]}" if file is None else file
+    @property
+    def row_template(self) -> _SolutionTemplate:
+        """Template that reads the solutions of the rows."""
+        return _SolutionTemplate(self.prompt, self.system, self.learned_turns)
 
 
 def strict(completion: str, example: dict) -> float:

@@ -39,16 +39,6 @@ class HubData(NamedTuple):
             )
         return cls(*(part or None for part in match.groups()))
 
-    def may_be(self, name: str) -> bool:
-        """True if this name, without a commit, is short for that other one."""
-        if not is_hub(name):
-            return False
-        repo, _, *other = HubData.parse(name)
-        # one part after the name may be a split
-        parts = ((self.config, self.split), (None, self.config))
-        fits = any(all(a in (None, b) for a, b in zip(own, other)) for own in parts)
-        return self.revision is None and self.repo == repo and fits
-
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{HUB}{self.repo}{revision}:{self.config or ''}:{self.split or ''}".rstrip(":")
@@ -73,13 +63,12 @@ def pinned(name: str, default_split: str) -> str:
             data = data._replace(config=None, split=data.config)
             builder = _builder(data.repo, data.revision, None)
     splits = [*map(str, builder.info.splits or builder.config.data_files or {})]
-    split = data.split or (default_split if default_split in splits else None)
-    if split is None and len(splits) == 1 and default_split == "train":
-        split = splits[0]
+    is_only = data.split is None and default_split == "train" and len(splits) == 1
+    split = splits[0] if is_only else data.split or default_split
     if split not in splits:
         config = builder.config.name
         lines = ", ".join(str(data._replace(config=config, split=one)) for one in splits)
-        raise ValueError(f"{name}: there is no split {split or default_split}; write {lines}")
+        raise ValueError(f"{name}: there is no split {split}; write {lines}")
     # a folder has no commits
     revision = None if Path(data.repo).is_dir() else builder.hash
     return str(HubData(data.repo, revision, builder.config.name, split))
@@ -154,10 +143,8 @@ def _explained(data: HubData) -> Iterator[None]:
         from datasets import config
 
         # one part after the name may be a split
-        names = [data.repo]
-        if data.config is not None and (data.split or data.config not in _USUAL_SPLITS):
-            names.append(data.config)
-        line = ", ".join(f'"{name}"' for name in names)
+        has_config = data.config and (data.split or data.config not in _USUAL_SPLITS)
+        line = f'"{data.repo}"' + (f', "{data.config}"' if has_config else "")
         line += f', revision="{data.revision}"' if data.revision else ""
         raise ValueError(
             f"{data} is not in the cache {config.HF_DATASETS_CACHE}, and the hub cannot be "

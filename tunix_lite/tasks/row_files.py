@@ -2,24 +2,18 @@
 
 import codecs
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.basics.addresses import is_address
-from tunix_lite.basics.untrusted import as_path, is_deeper
-from tunix_lite.tasks.hub_rows import is_hub, pinned, rows_of_hub
-from tunix_lite.tasks.row_forms import Columns
+from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.tasks.hub_rows import is_hub, rows_of_hub
+from tunix_lite.tasks.row_forms import formed
 
-ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too
 DEEPEST = 100
-# files read at once, though a start asks for them twice
-FILES_KEPT = 4
 
 
 class RowChecker(Protocol):
@@ -27,12 +21,6 @@ class RowChecker(Protocol):
 
     def check(self, row: dict) -> dict:
         """The example that the row is or becomes. Raises ValueError for a malformed row."""
-
-
-def check_on_error(on_error: str) -> None:
-    """Raises ValueError for anything but raise and skip."""
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error={on_error!r}; it is raise or skip")
 
 
 class _PlacedRow(dict):
@@ -69,36 +57,34 @@ class Rows(list):
     def __init__(
         self,
         file: str,
-        kind: str = "jsonl",
         on_error: str = "raise",
         checker: RowChecker | None = None,
-        columns: Columns | None = None,
+        fields: tuple[tuple[str, str], ...] = (),
         max_rows: int | None = None,
     ):
         """Raises ValueError, naming file and line, for a malformed row; with on_error=skip such
-        rows are left out. kind: one of KINDS. columns: None takes those of the file as they are.
-        max_rows: of the file, from its start; None: all."""
+        rows are left out. fields: as of `formed`. max_rows: of the file, from its start; None:
+        all."""
         self.file = file
         # number of rows that were left out, and the reason for the first
         self.skipped = 0
         self.first_skipped = ""
-        # cached results of checks of all rows, by their settings
-        self.known: dict = {}
         # names of the forms of the rows, the first one first
         self.forms: list[str] = []
+        counted = f"{file}, row"
+        read: Callable = dict
         if is_hub(file):
-            raws, read = rows_of_hub(file, max_rows is not None), dict
+            raws = rows_of_hub(file, max_rows is not None)
+        elif file.endswith((".parquet", ".pq")):
+            raws = parquet_rows(file)
         else:
-            rows, read = KINDS[kind]
-            raws = rows(file)
-        has_lines = kind == "jsonl" and not is_hub(file)
-        counted = f"{file}, {'line' if has_lines else 'row'}"
+            counted = f"{file}, line"
+            read = json_row
+            raws = _raw_lines(file)
         for number, raw in islice(raws, max_rows):
             try:
-                row = read(raw)
-                if columns is not None:
-                    form, row = columns.read(row)
-                    self.forms += [form] if form and form not in self.forms else []
+                form, row = formed(read(raw), fields)
+                self.forms += [form] if form and form not in self.forms else []
                 row = _PlacedRow(checker.check(row) if checker else row, counted, number)
             except ValueError as error:
                 why = f"{counted} {number}: {error}"
@@ -115,33 +101,11 @@ class Rows(list):
             raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
 
     def part(self, places: Sequence[int]) -> "Rows":
-        """Some of the rows, which keep their lines; `skipped` stays with the whole."""
+        """Some of the rows, which keep their lines."""
         rows = Rows.__new__(Rows)
         rows.extend(self[i] for i in places)
-        rows.file = self.file
-        rows.skipped = 0
-        rows.first_skipped = ""
-        rows.known = {}
-        rows.forms = self.forms
+        vars(rows).update(vars(self))
         return rows
-
-
-def rows_of(file: str, *settings: Any, default_split: str = "train") -> Rows:
-    """Reads the rows of a file, as it is now, or of a name of the hub; the second time a start
-    finds them here. settings: those of Rows. default_split: of a name that has none."""
-    if is_hub(file):
-        return _rows_with(b"", pinned(file, default_split), *settings)
-    if is_address(file):
-        file = str(as_path(file))
-    if not Path(file).is_file():
-        raise ValueError(f"{file} is not a file")
-    with open(file, "rb") as opened:
-        content = hashlib.file_digest(opened, "blake2b").digest()
-    return _rows_with(content, file, *settings)
-
-
-# content: makes a file that has changed another one
-_rows_with = lru_cache(maxsize=FILES_KEPT)(lambda content, *settings: Rows(*settings))
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
@@ -194,7 +158,8 @@ def json_of(line: str) -> Any:
     return value
 
 
-def _json_row(line: bytes) -> dict:
+def json_row(line: bytes) -> dict:
+    """The object in a line. Raises ValueError."""
     row = json_of(_decoded(line))
     if not isinstance(row, dict):
         raise ValueError(
@@ -236,10 +201,3 @@ def parquet_groups(file: str) -> int:
     """Counts the row groups of a Parquet file. Raises ValueError."""
     with _parquet(file) as opened:
         return opened.num_row_groups
-
-
-# kind -> the rows of a file as they stand there, with the number of the line; and what reads one
-KINDS: dict[str, tuple[Callable, Callable]] = {
-    "jsonl": (_raw_lines, _json_row),
-    "parquet": (parquet_rows, dict),
-}

@@ -2,7 +2,6 @@
 form adds columns and takes none away, so rewards and task.prompt still find those of the file."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tunix_lite.basics.plain_text import shortened
@@ -71,32 +70,26 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Gives the columns of a row the names that tasks read.
-    Example: Columns((("question", "problem"),)).read({"problem": "1 + 2"}) is ("", {"question": "1
-    + 2"})."""
-
-    # (name in the task, name in the file) of columns
-    fields: tuple[tuple[str, str], ...] = ()
-
-    def read(self, row: Mapping) -> tuple[str, dict]:
-        """The name of the row's form, "" if it has columns of its own, and the row with the columns
-        that tasks read. A null is absent. Raises ValueError for a column that is not there."""
-        names = {}
-        for name, column in self.fields:
-            if column not in row or (name in row and name != column):
-                why = f"no {column!r}" if column not in row else f"a {name!r} already"
-                raise ValueError(
-                    f"task.fields={{{name}: {column}}}, and the row has {why}: {fields_of(row)}"
-                )
-            names[column] = name
-        renamed = {names.get(column, column): value for column, value in row.items()}
-        present = {name for name, value in renamed.items() if value is not None}
-        for form in FORMS:
-            first, *_ = form.columns
-            if present.issuperset(form.columns) and isinstance(renamed[first], form.kind):
-                more = {} if form.read is None else form.read(renamed)
-                added = {name: more[name] for name in more.keys() - present}
-                return form.name, renamed | added
-        return "", renamed
+def formed(row: Mapping, fields: tuple[tuple[str, str], ...] = ()) -> tuple[str, dict]:
+    """The name of the row's form, "" if it has columns of its own, and the row with the columns
+    that tasks read. A null is absent. fields: (name in the task, name in the file) of columns.
+    Raises ValueError for a column that is not there.
+    Example: formed({"problem": "1 + 2"}, (("question", "problem"),)) is ("", {"question": "1 +
+    2"})."""
+    names = {}
+    for name, column in fields:
+        if column not in row or (name in row and name != column):
+            why = f"no {column!r}" if column not in row else f"a {name!r} already"
+            raise ValueError(
+                f"task.fields={{{name}: {column}}}, and the row has {why}: {fields_of(row)}"
+            )
+        names[column] = name
+    renamed = {names.get(column, column): value for column, value in row.items()}
+    present = {name for name, value in renamed.items() if value is not None}
+    for form in FORMS:
+        first, *_ = form.columns
+        if present.issuperset(form.columns) and isinstance(renamed[first], form.kind):
+            more = {} if form.read is None else form.read(renamed)
+            added = {name: more[name] for name in more.keys() - present}
+            return form.name, renamed | added
+    return "", renamed

@@ -4,22 +4,25 @@ Every batch is a pure function of (seed, step), so resuming needs no saved itera
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import grain
 import numpy as np
 
+from tunix_lite.basics.untrusted import as_path
 from tunix_lite.tasks.generated import GeneratedSource, check_range
-from tunix_lite.tasks.row_files import RowChecker, Rows, check_on_error, rows_of
+from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
+from tunix_lite.tasks.row_files import RowChecker, Rows
 
-# examples, at least, before a search for prompts that fit is given up
+# examples of which one must fit, where they are not in memory
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
+NO_TRAIN = "train is missing: give task.train=FILE"
 # the splits of a source
 SPLITS = ("train", "held_out")
 # examples that become text together
@@ -74,95 +77,25 @@ def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
     return -(-count // batch_size) if last_batch == "keep" else count // batch_size
 
 
-class FittingOrders:
-    """The batches of examples that fit, in the endless shuffled order of each seed; an example is
-    looked at once. Batch number `step` is the same whatever was asked before.
-    Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
-    examples were passed over on the way to it."""
+@dataclass(frozen=True)
+class NextThatFits(Sequence):
+    """Examples that are made when they are asked for, in place of each that is left out the next
+    one. Example: NextThatFits(source.train, look)[5] is example 5, or 6 if that is left out."""
 
-    def __init__(self, examples: Sequence[dict], look: Callable[[dict], str]):
-        """look: why an example is left out; "": it is not."""
-        self.examples = examples
-        self._look = look
-        # by number of the example
-        self._looks: dict[int, str] = {}
-        self._num_fitting = 0
-        # the next step and the batches from there on, by batch size and seed
-        self._under_way: dict[tuple[int, int], tuple[int, Iterator]] = {}
+    examples: Sequence[dict]
+    # why an example is left out; "": it is not
+    look: Callable[[dict], str]
 
-    def are_of(self, examples: Sequence[dict]) -> bool:
-        """True if the looks are of these examples, or of others that are made in the same way."""
-        is_equal = is_dataclass(examples) and self.examples == examples
-        return self.examples is examples or is_equal
+    def __len__(self) -> int:
+        return len(self.examples)
 
-    def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Raises ValueError if too few fit, of all examples or of the first that are looked at."""
-        next_step, batches = self._under_way.pop((batch_size, seed), (step + 1, None))
-        if step < next_step:
-            next_step, batches = 0, self._batches(batch_size, seed)
-        chosen, passed_over = next(islice(batches, step - next_step, None))
-        self._under_way[batch_size, seed] = step + 1, batches
-        return [self.examples[i] for i in chosen], passed_over
-
-    def _batches(self, batch_size: int, seed: int) -> Iterator[tuple[list[int], int]]:
-        """The numbers of the examples of each batch, and how many were passed over for it."""
-        order = _order_of(self.examples, seed)
-        count = len(self.examples)
-        position = 0
-        # examples that the batch before held already, where an epoch ends in a batch
-        waiting: list[int] = []
-        while True:
-            chosen, waiting = waiting, []
-            passed_over = 0
-            while len(chosen) < batch_size:
-                i = int(order[position])
-                position += 1
-                if i not in self._looks:
-                    self._looks[i] = self._look(self.examples[i])
-                    self._num_fitting += not self._looks[i]
-                if self._looks[i]:
-                    passed_over += 1
-                elif i in chosen and self._num_fitting < len(self._looks):
-                    waiting.append(i)
-                else:
-                    chosen.append(i)
-                is_given_up = passed_over >= max(LOOKED_AT, 100 * batch_size)
-                are_known = len(self._looks) == count
-                if is_given_up or (are_known and self._num_fitting < min(batch_size, count)):
-                    raise ValueError(
-                        f"only {self._num_fitting} of the {len(self._looks)} training examples "
-                        f"looked at can be taken, and a batch takes {batch_size}; the first that "
-                        f"cannot: {next(filter(None, self._looks.values()))}"
-                    )
-            yield chosen, passed_over
-
-
-def first_fitting(
-    examples: Sequence[dict],
-    count: int,
-    look: Callable[[dict], str] | None,
-    setting: str = "num_examples",
-) -> list[dict]:
-    """The first `count` held-out examples that fit, or all that do if there are no more than
-    `count`. Raises ValueError if too few fit. look: None: all fit. setting: of `evaluation`, which
-    says how many."""
-    fitting = []
-    first_unfit = ""
-    # examples are made one by one, so no more of them than needed
-    for i in range(len(examples)):
-        if len(fitting) == count:
-            break
-        example = examples[i]
-        why = "" if look is None else look(example)
-        if not why:
-            fitting.append(example)
-        first_unfit = first_unfit or why
-    if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
-        raise ValueError(
-            f"evaluation.{setting}={count}, but of {len(examples)} held-out prompts "
-            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower {setting}"
-        )
-    return fitting
+    def __getitem__(self, index: int) -> dict:
+        why = ""
+        for i in range(index, index + LOOKED_AT):
+            example = self.examples[i % len(self)]
+            if not (why := self.look(example)):
+                return example
+        raise ValueError(f"none of {LOOKED_AT:,} training examples can be taken: {why}")
 
 
 def spread(count: int, limit: int) -> Sequence[int]:
@@ -181,9 +114,6 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 def _digest_of_split(examples: Sequence[dict]) -> str:
     if isinstance(own := getattr(examples, "digest", None), str):
         return own
-    known = examples.known if isinstance(examples, Rows) else {}
-    if "digest" in known:
-        return known["digest"]
     count = len(examples)
     # made one by one, and perhaps very many
     is_list = isinstance(examples, list | tuple)
@@ -191,8 +121,7 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
     parts = [str(count)]
     for start in range(0, len(places), AT_ONCE):
         parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
-    known["digest"] = digest(parts)
-    return known["digest"]
+    return digest(parts)
 
 
 def digest(value: object) -> str:
@@ -214,46 +143,69 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class FileSource:
-    """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`.
-    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0]."""
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files, or of data sets of the hub. The ending of a file's name says its format: one
+    JSON object a line, or Parquet.
+    Example: `FileRows("train.jsonl", "held_out.jsonl").train[0]` is the first line's object."""
 
-    on_error: str
-    # makes the example of a row; None: the row is the example
+    # File to train on, .jsonl or .parquet, or hub:org/name:config:split. null has none.
+    train_file: str | None
+    # File to evaluate with. null holds out rows of train_file.
+    held_out_file: str | None = None
+    # For a malformed row: raise stops, skip leaves it out and counts it.
+    on_error: str = "raise"
+    # What makes the example of a row by its method check(row). null takes the row itself.
     checker: RowChecker | None = None
+    # One row in so many is held out where held_out_file is null: 10 are a tenth.
+    held_out_every: int = 10
+    # Columns with other names in the file, such as {question: problem}. null has none.
+    fields: dict[str, str] | None = None
+    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
+    max_rows: int | None = None
+
+    def __post_init__(self):
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={self.on_error!r}; it is raise or skip")
+        if self.held_out_every < 2:
+            raise ValueError(
+                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
+                "train on"
+            )
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
+        for name in filter(is_hub, (self.train_file, self.held_out_file)):
+            HubData.parse(name)
 
     @cached_property
     def train(self) -> Rows:
-        """The rows to train on."""
-        return self.rows(self.file_of("train"))
+        """The rows to train on. Raises ValueError without a file."""
+        rows = self._all
+        if self.held_out_file:
+            return rows
+        return rows.part([i for i in range(len(rows)) if (i + 1) % self.held_out_every])
 
     @cached_property
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
-        return self.rows(self.file_of("held_out"))
+        if self.held_out_file:
+            return self._rows(self.held_out_file, "test")
+        rows = self._all
+        return rows.part(range(self.held_out_every - 1, len(rows), self.held_out_every))
 
-    def file_of(self, split: str) -> str:
-        """The file of a split."""
-        return getattr(self, f"{split}_file")
+    @cached_property
+    def _all(self) -> Rows:
+        return self._rows(self.train_file, "train")
 
-    def rows(self, file: str) -> Rows:
-        """All rows of a file, whose format its name says."""
-        kind = "parquet" if file.endswith(".parquet") else "jsonl"
-        return rows_of(file, kind, self.on_error, self.checker)
-
-
-@dataclass(frozen=True)
-class Jsonl(FileSource):
-    """
-    Examples from two files with one JSON object a line. Example: `Jsonl("data/train.jsonl",
-    "data/held_out.jsonl").train[0]` is the first line's object."""
-
-    train_file: str  # path
-    held_out_file: str  # path
-    on_error: str = "raise"  # a malformed row: raise; skip: leave it out, and say how many
-
-    def __post_init__(self):
-        check_on_error(self.on_error)
+    def _rows(self, file: str | None, split: str) -> Rows:
+        """All rows of a file. split: of a name of the hub that has none."""
+        if file is None:
+            raise ValueError(NO_TRAIN)
+        name = pinned(file, split) if is_hub(file) else str(as_path(file))
+        if not is_hub(file) and not Path(name).is_file():
+            raise ValueError(f"{name} is not a file")
+        fields = tuple((self.fields or {}).items())
+        return Rows(name, self.on_error, self.checker, fields, self.max_rows)
 
 
 @dataclass(frozen=True)

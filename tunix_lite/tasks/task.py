@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,10 @@ from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.reward_models import RewardScorer, left_padded
 from tunix_lite.tasks.sources import (
     SPLITS,
-    FittingOrders,
+    NextThatFits,
     batch_at,
     digest,
     digest_of_data,
-    first_fitting,
     spread,
 )
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
@@ -289,8 +289,8 @@ class Task:
     learned: tuple[str, ...] = ()
     # how an epoch ends (training.last_batch); None: the data goes round without end
     last_batch: str | None = None
-    # the orders of examples that fit, by what they depend on; all that `replace` makes share it
-    orders: dict = field(default_factory=dict, compare=False, repr=False)
+    # the examples that fit, by what that depends on; all that `replace` makes share it
+    looked_at: dict = field(default_factory=dict, compare=False, repr=False)
 
     @contextlib.contextmanager
     def with_workers(
@@ -332,36 +332,37 @@ class Task:
 
     # ---- which examples are taken
 
-    def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        """Training examples number `step`, and how many were dropped on the way to them. Raises
-        ValueError, on all processes, if one has others, or finds too few."""
-        train = self.config.source.train
+    def batch(self, batch_size: int, seed: int, step: int) -> list[dict]:
+        """Training examples number `step`. Raises ValueError, on all processes, if one has others,
+        or too few fit."""
 
-        def take() -> tuple[list[dict], int]:
-            if self.last_batch is not None or not self.leaves_out:
-                rows = train if self.last_batch is None else self.counted_rows
-                return batch_at(rows, batch_size, seed, step, self.last_batch), 0
-            key = self.look_settings
-            orders = self.orders.get(key)
-            if orders is None or not orders.are_of(train):
-                orders = self.orders[key] = FittingOrders(train, self.look)
-            return orders.batch(batch_size, seed, step)
+        def take() -> list[dict]:
+            rows = self.fitting
+            if len(rows) < min(batch_size, len(self.config.source.train)):
+                why = next(filter(None, map(self.look, self.config.source.train)))
+                raise ValueError(
+                    f"only {len(rows)} of {len(self.config.source.train):,} training examples can "
+                    f"be taken, and a batch takes {batch_size}; the first that cannot: {why}"
+                )
+            return batch_at(rows, batch_size, seed, step, self.last_batch)
 
         return same_on_all(self.processes, take)
 
     @property
-    def counted_rows(self) -> Sequence[dict]:
-        """The training examples that an epoch has: those that fit, all of which are looked at."""
+    def fitting(self) -> Sequence[dict]:
+        """The training examples that are taken, all of those in memory, which are looked at once.
+        Batches, and the steps of an epoch, are of them."""
         train = self.config.source.train
         if not self.leaves_out:
             return train
-        key = ("epoch", *self.look_settings)
-        if key not in self.orders:
-            fitting = [row for i in range(len(train)) if not self.look(row := train[i])]
-            if not fitting:
-                raise ValueError(f"none of {len(train):,} training examples can be taken")
-            self.orders[key] = fitting
-        return self.orders[key]
+        if not isinstance(train, list | tuple):
+            return NextThatFits(train, self.look)
+        key = (id(self.config), *self.look_settings)
+        if key not in self.looked_at:
+            rows = [row for row in train if not self.look(row)]
+            # the settings live as long as their key
+            self.looked_at[key] = rows, self.config
+        return self.looked_at[key][0]
 
     @property
     def skips(self) -> bool:
@@ -404,9 +405,18 @@ class Task:
         is_learned: with what the algorithm learns from, for its loss; else their prompts are
         enough."""
         looked_at = self if is_learned else replace(self, learned=())
-        look = looked_at.look if self.leaves_out else None
-        setting = "loss_examples" if is_learned else "num_examples"
-        return first_fitting(self.config.source.held_out, count, look, setting)
+        rows = self.config.source.held_out
+        # made one by one, so no more of them than needed
+        taken = (row for row in rows if not (self.leaves_out and looked_at.look(row)))
+        fitting = list(islice(taken, count))
+        if len(fitting) < min(count, len(rows)) and (count < len(rows) or not fitting):
+            setting = "loss_examples" if is_learned else "num_examples"
+            why = next(filter(None, map(looked_at.look, rows)))
+            raise ValueError(
+                f"evaluation.{setting}={count}, but of {len(rows)} held-out prompts {len(fitting)} "
+                f"fit (the first that does not: {why}); lower {setting}"
+            )
+        return fitting
 
     def references(self, examples: list[dict], field: str | None = None) -> list[str] | None:
         """The text of each example that a completion should resemble: in this field, or without one

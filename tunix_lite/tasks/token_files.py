@@ -32,20 +32,21 @@ from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, table_of_hub
 from tunix_lite.tasks.messages import fields_of
-from tunix_lite.tasks.row_files import KINDS, parquet_groups, parquet_rows
+from tunix_lite.tasks.row_files import json_row, parquet_groups, parquet_rows
+from tunix_lite.tasks.sources import SPLITS
 
 # bytes of text in a part of a file; of Parquet, a row group is one; of the hub, so many rows
 PART_BYTES = 2**25
 _PART_ROWS = 20_000
 # documents that are tokenised together
 AT_ONCE = 128
-# bytes that are read beyond a part, and of a piece of a file that is one document
+# bytes that are read at once beyond a part
 MORE = 2**18
 # seconds without a new part of another process after which this one makes the rest itself
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
 # another number makes the tokens anew
-VERSION = 2
+VERSION = 3
 
 
 class _Part(NamedTuple):
@@ -112,11 +113,12 @@ class TokenFiles:
     @cached_property
     def folders(self) -> list[Path]:
         """The folder of each part's tokens."""
-        files = []
-        for file in dict.fromkeys(part.file for part in self.parts):
-            seen = None if is_hub(file) else os.stat(file)
-            where = [os.path.abspath(file), seen.st_size, seen.st_mtime_ns] if seen else [file]
-            files.append(where)
+        files = [
+            [file]
+            if is_hub(file)
+            else [os.path.abspath(file), os.path.getsize(file), os.stat(file).st_mtime_ns]
+            for file in dict.fromkeys(part.file for part in self.parts)
+        ]
         tokenizer = self.tokenizer
         tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
         cut = [self.field, self.separator, self.special_tokens_in_data, self.held_out_every]
@@ -126,7 +128,7 @@ class TokenFiles:
 
     def texts(self, limit: int | None) -> Iterator[str]:
         """Texts of documents, `limit` or a few more of them, as many of each part; None: all. Of a
-        file that is one document, its pieces."""
+        file that is one document, its lines."""
         each = None if limit is None else -(-limit // max(1, len(self.parts)))
         for part in self.parts:
             yield from (text for _, text, _ in islice(self._documents(part), each))
@@ -151,7 +153,8 @@ class TokenFiles:
     def make(self, number: int) -> None:
         """Tokenises a part. Its folder comes whole, of whoever is first. Raises as `rows`."""
         part = self.parts[number]
-        made = [("train", array("i"), array("q")), ("held_out", array("i"), array("q"))]
+        tokens = {split: array("i") for split in SPLITS}
+        ends = {split: array("q") for split in SPLITS}
         # a file that is one document counts as one; else those of a part do
         count = part.number if self._is_whole(part) else 0
         is_start = not part.begin or not self._is_whole(part)
@@ -164,28 +167,26 @@ class TokenFiles:
                 raise ValueError(f"{some[0][0]} and after: {error}") from error
             for (_, _, is_end), ids in zip(some, encoded):
                 every = self.held_out_every
-                _, tokens, ends = made[bool(every) and (count + 1) % every == 0]
-                tokens.extend(self.tokenizer.start_ids if is_start else ())
-                tokens.extend(ids)
+                split = SPLITS[bool(every) and (count + 1) % every == 0]
+                tokens[split].extend(self.tokenizer.start_ids if is_start else ())
+                tokens[split].extend(ids)
                 if is_end:
-                    tokens.append(self.tokenizer.end_id)
-                    ends.append(len(tokens))
+                    tokens[split].append(self.tokenizer.end_id)
+                    ends[split].append(len(tokens[split]))
                     count += 1
                 is_start = is_end
 
         folder = self.folders[number]
-        about = {}
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(
                 dir=folder.parent, ignore_cleanup_errors=True
             ) as half:
-                for split, tokens, ends in made:
-                    Path(half, f"{split}.tokens").write_bytes(tokens)
-                    Path(half, f"{split}.ends").write_bytes(ends)
-                    digest = hashlib.blake2b(tokens, digest_size=8).hexdigest()
-                    about[split] = [len(tokens), len(ends), digest]
-                Path(half, "about.json").write_text(json.dumps(about))
+                for split in SPLITS:
+                    Path(half, f"{split}.tokens").write_bytes(tokens[split])
+                    Path(half, f"{split}.ends").write_bytes(ends[split])
+                    digest = hashlib.blake2b(tokens[split], digest_size=8).hexdigest()
+                    Path(half, f"{split}.digest").write_text(digest)
                 os.chmod(half, 0o755)
                 os.rename(half, folder)
         except OSError as error:
@@ -201,26 +202,21 @@ class TokenFiles:
 
     def _documents(self, part: _Part) -> Iterator[tuple[str, str, bool]]:
         """(place, text, whether it ends there) of the documents of a part that are not blank, or of
-        pieces of its only one. Raises ValueError."""
-        is_text = part.file.endswith(".txt")
-        if is_text or part.file.endswith(".jsonl"):
+        the lines of its only one. Raises ValueError."""
+        file, _, begin, end = part
+        is_text = file.endswith(".txt")
+        if is_text or file.endswith(".jsonl"):
             separator = self.separator if is_text else "\n"
             raw = _cut(part, separator and separator.encode())
-        elif is_hub(part.file):
-            rows = table_of_hub(part.file).select(range(part.begin, part.end))
-            raw = (
-                (f"{part.file}, row {part.begin + i}", x, True) for i, x in enumerate(rows, 1)
-            )
+        elif is_hub(file):
+            rows = enumerate(table_of_hub(file).select(range(begin, end)), begin + 1)
+            raw = ((f"{file}, row {i}", row, True) for i, row in rows)
         else:
-            group = f"{part.file}, group {part.begin + 1}, row"
-            rows = parquet_rows(part.file, [part.begin], [self.field])
-            raw = ((f"{group} {i}", row, True) for i, row in rows)
+            rows = parquet_rows(file, [begin], [self.field])
+            raw = ((f"{file}, group {begin + 1}, row {i}", row, True) for i, row in rows)
         for place, data, is_end in raw:
             try:
                 text = data.decode() if is_text else self._text_of(data)
-            except UnicodeDecodeError as error:
-                why = f"not UTF-8 (byte {error.start} from there)"
-                raise ValueError(f"{place}: {why}") from error
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             if text.strip() or self._is_whole(part):
@@ -230,12 +226,12 @@ class TokenFiles:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
         if isinstance(data, bytes) and not data.strip():
             return ""
-        row = KINDS["jsonl"][1](data) if isinstance(data, bytes) else data
-        if isinstance(row.get(self.field), str):
-            return row[self.field]
+        row = json_row(data) if isinstance(data, bytes) else data
+        text = row.get(self.field)
+        if isinstance(text, str):
+            return text
         if self.field in row:
-            text = shortened(row[self.field])
-            raise ValueError(f"{self.field!r} holds {text}, which is no text")
+            raise ValueError(f"{self.field!r} holds {shortened(text)}, which is no text")
         raise ValueError(
             f"no {self.field!r}; the row has {fields_of(row)}: task.field=NAME says which field is "
             "the text"
@@ -244,35 +240,31 @@ class TokenFiles:
 
 def _cut(part: _Part, separator: bytes | None) -> Iterator[tuple[str, bytes, bool]]:
     """(place, text, True) of the texts between separators that begin in the part. None: the file is
-    one text, and comes in pieces of whole lines, the last with True. Where several newlines
-    separate, more of them do, too: so each part finds the same separators."""
+    one text, and comes in lines, the last with True. Where several newlines separate, more of them
+    do, too: so each part finds the same separators."""
     mark = separator or b"\n"
-    pattern = re.escape(mark)
-    if mark == mark[:1] * len(mark):
-        pattern = re.escape(mark[:1]) + b"{%d,}" % len(mark)
-    between = re.compile(pattern)
+    many = re.escape(mark[:1]) + b"{%d,}" % len(mark)
+    between = re.compile(many if mark == mark[:1] * len(mark) else re.escape(mark))
     with open(part.file, "rb") as file:
-        # a separator may end where the part begins
+        # A separator may end where the part begins, and the last text goes on behind it.
         at = max(0, part.begin - len(mark))
         file.seek(at)
         data = file.read(part.end - at)
+        last = max(0, len(data) - len(mark))
+        while (after := between.search(data, last)) is None or after.end() == len(data):
+            if not (more := file.read(MORE)):
+                break
+            data += more
         start = len(BOM_UTF8) if not at and data.startswith(BOM_UTF8) else 0
         if part.begin:
             before = between.search(data)
             start = before.end() if before else len(data)
         while at + start < part.end:
-            # a piece ends with a line, and the last one of a part where the next part begins
-            least = 0 if separator else min(MORE, part.end - 1 - at - start)
-            after = between.search(data, start + least)
-            # a run of newlines may go on behind what was read, and a text does
-            while (after is None or after.end() == len(data)) and (more := file.read(MORE)):
-                data = data[start:] + more
-                at += start
-                start = 0
-                after = between.search(data, least)
+            after = between.search(data, start)
             end = after.end() if after else len(data)
             text = data[start : after.start() if after and separator else end]
-            yield f"{part.file}, byte {at + start}", text, bool(separator) or end == len(data)
+            is_end = bool(separator) or at + end == os.path.getsize(part.file)
+            yield f"{part.file}, byte {at + start}", text, is_end
             start = end
 
 
@@ -284,16 +276,20 @@ class TokenRows(Sequence):
         """folders: of the parts, in order."""
         self.split = split
         self.width = width
-        self._files = [str(folder / split) for folder in folders]
-        about = [json.loads((folder / "about.json").read_text())[split] for folder in folders]
-        self.num_documents = sum(documents for _, documents, _ in about)
-        # of the tokens; the same for the same files and tokenizer
-        self.digest = hashlib.sha256(repr([width, *about]).encode()).hexdigest()[:16]
+        self._files = [folder / f"{split}.tokens" for folder in folders]
         # the first token of each part, and the number of all
-        self._starts = np.cumsum([0, *(tokens for tokens, *_ in about)])
+        self._starts = np.cumsum([0, *(file.stat().st_size // 4 for file in self._files)])
         # those that begin and end documents are counted
         self.num_tokens = int(self._starts[-1])
-        self._ends: dict[int, np.ndarray] = {}
+        ends = [np.fromfile(folder / f"{split}.ends", np.int64) for folder in folders]
+        # where each document ends in all tokens
+        self._ends = np.concatenate([one + at for one, at in zip(ends, self._starts)])
+        self.num_documents = len(self._ends)
+        # of the tokens; the same for the same files and tokenizer
+        about = [(folder / f"{split}.digest").read_text() for folder in folders]
+        self.digest = hashlib.sha256(
+            repr([width, self.num_documents, about]).encode()
+        ).hexdigest()[:16]
 
     def __len__(self) -> int:
         # the first token is predicted by nothing
@@ -304,39 +300,30 @@ class TokenRows(Sequence):
             raise IndexError(index)
         return {"row": int(index), "split": self.split}
 
-    def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """(part, its first token, how many) of a row."""
+    def _place(self, row: int) -> tuple[int, int]:
+        """The first token of a row, and the first that is not of it: the last row may be short."""
         begin = row * (self.width - 1)
-        end = min(begin + self.width, self.num_tokens)
-        part = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        while begin < end:
-            count = min(end, int(self._starts[part + 1])) - begin
-            if count:
-                yield part, begin - int(self._starts[part]), count
-            begin += count
-            part += 1
+        return begin, min(begin + self.width, self.num_tokens)
 
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a row, int32; the last row may have fewer than `width`."""
-        # not mapped: pages of a mapped file would count as memory of the process
-        read = [
-            np.fromfile(f"{self._files[part]}.tokens", np.int32, count, offset=4 * start)
-            for part, start, count in self._pieces(row)
-        ]
-        return np.concatenate(read)
+        begin, end = self._place(row)
+        pieces = []
+        for part in range(
+            int(np.searchsorted(self._starts, begin, side="right")) - 1, len(self._files)
+        ):
+            start = int(self._starts[part])
+            count = min(end, int(self._starts[part + 1])) - begin
+            # not mapped: pages of a mapped file would count as memory of the process
+            pieces.append(
+                np.fromfile(self._files[part], np.int32, count, offset=4 * (begin - start))
+            )
+            begin += count
+            if begin == end:
+                break
+        return np.concatenate(pieces)
 
     def segment_ids(self, row: int) -> np.ndarray:
         """The number of each token's document in its row, from 1, int32."""
-        segments = []
-        before = 1
-        for part, start, count in self._pieces(row):
-            if part not in self._ends:
-                file = f"{self._files[part]}.ends"
-                has_any = os.path.getsize(file)
-                self._ends[part] = np.memmap(file, np.int64, "r") if has_any else np.zeros(0)
-            # documents that end before each token, and before the first after the piece
-            places = np.arange(start, start + count + 1)
-            ended = np.searchsorted(self._ends[part], places, side="right")
-            segments.append(before + ended[:-1] - ended[0])
-            before += ended[-1] - ended[0]
-        return np.concatenate(segments).astype(np.int32)
+        ended = np.searchsorted(self._ends, np.arange(*self._place(row)), side="right")
+        return (ended - ended[0] + 1).astype(np.int32)

@@ -24,7 +24,7 @@ from etils import epath
 
 from tunix_lite.basics import digests
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.best import Ranked
+from tunix_lite.basics.best import Best
 from tunix_lite.basics.errors import is_of_a_peer
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import POLICY, Params, TrainState, policy_part
@@ -41,9 +41,8 @@ _SHOWN = 4
 # A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
 _ABOUT = "about.json"
 _SKIPPED = "skipped_in_a_row"
-# its key for what was measured at this step, and the name of the checkpoint that is best by it
-_MEASURED = "measured"
-_BEST = "best"
+# The name of the best checkpoint, and the key of the best steps in status.json.
+BEST = "best"
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 _IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
@@ -64,16 +63,19 @@ class Checkpoints:
         folder: str | Path,
         keep: int = 2,
         keep_best: int = 0,
+        best: Best | None = None,
         when_whole: Callable[[], None] | None = None,
     ):
-        """keep: newest checkpoints that stay. keep_best: and of the best by what was measured.
-        when_whole: called once, when the first save is on disk."""
+        """keep: newest checkpoints that stay. keep_best: and of the best by `best`, which the run
+        changes. when_whole: called once, when the first save is on disk."""
         self.folder = Path(folder).absolute()
         # Where orbax reads and writes: of several processes each its part of the bucket's arrays.
         self._is_direct = writes_directly(self.folder)
         self._there = epath.Path(address_of(self.folder) if self._is_direct else self.folder)
-        self._keep = keep
-        self.keep_best = keep_best
+        policies = [ocp.checkpoint_managers.LatestN(keep)]
+        if best is not None and keep_best:
+            policies.append(_KeepBest(best, keep_best))
+        self._policy = ocp.checkpoint_managers.AnyPreservationPolicy(policies)
         # orbax's manager, once it is needed
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
@@ -88,11 +90,8 @@ class Checkpoints:
     def _manager(self) -> ocp.CheckpointManager:
         """The manager of orbax that saves, only for the run that has locked the folder."""
         if self._opened is None:
-            policies = ocp.checkpoint_managers
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [policies.LatestN(self._keep), _KeepBest(self)]
-                ),
+                preservation_policy=self._policy,
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(
                     timeout_secs=_SAVE_SECONDS,
@@ -179,13 +178,12 @@ class Checkpoints:
     def save(
         self,
         state: TrainState,
-        measured: Ranked | None = None,
         skipped: int = 0,
         in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Starts to save the state, which may be donated afterwards; a thread writes it. Raises
-        OSError. measured: the metric that ranks it, if it has one. skipped: updates skipped in a
-        row. in_flight: completions that no update has taken yet, as arrays."""
+        OSError. skipped: updates skipped in a row. in_flight: completions that no update has taken
+        yet, as arrays."""
         step = int(state.step)
         if self._own is None:
             self.folder.mkdir(exist_ok=True)
@@ -194,10 +192,7 @@ class Checkpoints:
             # The save before still reads what is set here.
             self._manager.wait_until_finished()
             self._check_there()
-            about = {"step": step, _SKIPPED: skipped}
-            if measured is not None:
-                about[_MEASURED] = measured._asdict()
-            self._saving = (about, in_flight)
+            self._saving = ({"step": step, _SKIPPED: skipped}, in_flight)
             saved = self._manager.save(step, args=ocp.args.StandardSave(state))
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
@@ -222,17 +217,20 @@ class Checkpoints:
         return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
     def chosen_step(self, step: int | str | None) -> int:
-        """This step; None: the newest; best: that of the best checkpoint. Raises ValueError if
-        there is no such checkpoint."""
+        """This step; None: the newest; best: that of the best checkpoint, by status.json. Raises
+        ValueError if there is no such checkpoint."""
         steps = self.steps()
-        if step == _BEST and steps:
-            ranked = self.from_best(steps)
-            if not ranked:
-                raise ValueError(
-                    f"no checkpoint of {self.folder} has a value of training.best_metric; give "
-                    f"the number of one: step={steps[-1]}"
-                )
-            return ranked[0]
+        if step == BEST and steps:
+            status = self.folder.parent / "status.json"
+            best = read_object(status).get(BEST) if status.is_file() else None
+            for one in best if isinstance(best, list) else ():
+                if one in steps:
+                    return steps[steps.index(one)]
+            raise ValueError(
+                f"no checkpoint of {self.folder} is the best by training.best_metric; "
+                "training.keep_best_checkpoints=1 keeps it; give the number of one: "
+                f"step={steps[-1]}"
+            )
         if isinstance(step, str):
             raise ValueError(f"step={step}; it is a number, or best")
         if not steps or step not in (None, *steps):
@@ -241,37 +239,18 @@ class Checkpoints:
             raise ValueError(f"{self.folder} holds no checkpoint{of_step}{there}")
         return steps[-1] if step is None else step
 
-    def from_best(self, steps: Sequence[int]) -> list[int]:
-        """Those of the steps that have the metric of the newest measured one, the best first, and
-        of equals the earlier. Raises ValueError if one is damaged."""
-        ranked = {step: one for step in steps if (one := self.about(step)[1]) is not None}
-        if not ranked:
-            return []
-        metric, _, is_lower_better = ranked[max(ranked)]
-        sign = 1 if is_lower_better else -1
-        same = [step for step in ranked if ranked[step].metric == metric]
-        return sorted(same, key=lambda step: (sign * ranked[step].value, step))
+    def skipped(self, step: int) -> int:
+        """Counts the updates in a row that were skipped up to this step. Raises ValueError if its
+        file is damaged."""
 
-    def about(self, step: int) -> tuple[int, Ranked | None]:
-        """How many updates in a row were skipped up to this step, and what ranks its checkpoint;
-        None: nothing was measured. Raises ValueError if it is damaged."""
-
-        def read(file: Path) -> tuple[int, Ranked | None]:
-            return understood(read_object(file))
-
-        def understood(about: dict) -> tuple[int, Ranked | None]:
-            count = about.get(_SKIPPED)
+        def read(file: Path) -> int:
+            count = read_object(file).get(_SKIPPED)
             if type(count) is not int or count < 0:
                 raise ValueError(f"{_SKIPPED} is {shown(count)}, and not a count")
-            measured = about.get(_MEASURED)
-            ranked = None if measured is None else Ranked(**measured)
-            if ranked is not None and not math.isfinite(ranked.value):
-                raise ValueError(f"{_MEASURED} is {shown(measured)}")
-            return count, ranked
+            return count
 
-        # of one that is being saved it is not on the disk yet; a copy may have lost it
-        saving = self._saving[0] if self._saving[0].get("step") == step else {_SKIPPED: 0}
-        return self._beside(step, _ABOUT, read) or understood(saving)
+        # a copy may have lost it
+        return self._beside(step, _ABOUT, read) or 0
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step; None: there are none. Raises ValueError if it is
@@ -450,11 +429,12 @@ class Checkpoints:
 
 
 class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Keeps the best checkpoints by what was measured, those of an earlier start of the run too;
-    orbax would forget what it did not write itself."""
+    """Keeps the best checkpoints, those of an earlier start of the run too; orbax would forget what
+    it did not write itself."""
 
-    def __init__(self, of: Checkpoints):
-        self._of = of
+    def __init__(self, best: Best, count: int):
+        self._best = best
+        self._count = count
 
     def should_preserve(
         self,
@@ -463,7 +443,7 @@ class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> Sequence[bool]:
         steps = [one.step for one in checkpoints]
-        best = self._of.from_best(steps)[: self._of.keep_best] if self._of.keep_best else []
+        best = self._best.first(self._count, steps)
         return [step in best for step in steps]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tunix_lite.basics import untrusted
 from tunix_lite.basics.addresses import shown_place
+from tunix_lite.basics.best import Best
 from tunix_lite.basics.plain_text import counted, encodable, shown, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking import disk
@@ -151,17 +152,8 @@ class RunDir:
     def measured(self, name: str, until: int) -> list[tuple[int, float]]:
         """The (step, value) of a metric in metrics.jsonl up to step `until`, nan for one that is no
         number."""
-        values = []
-        for _, _, row in rows_until(self.metrics, until):
-            if name in row:
-                value = row[name] if is_number(row[name]) else math.nan
-                values.append((row["step"], value))
-        return values
-
-    def last_number(self, name: str, until: int) -> int:
-        """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
-        numbers = [row.get(name) for _, _, row in rows_until(self.metrics, until)]
-        return int(next(filter(is_number, reversed(numbers)), 0))
+        rows = [row for _, _, row in rows_until(self.metrics, until) if name in row]
+        return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz: the batch of an update that was not finite, its fields by
@@ -212,8 +204,9 @@ def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
     return encodable(str(value))
 
 
-# Characters of an error that status.json keeps.
+# Characters of an error that status.json keeps, and steps that are best.
 _MOST_ERROR = 100_000
+_MOST_BEST = 10
 
 
 class Status:
@@ -235,6 +228,8 @@ class Status:
         self.stopped: str | None = None
         # why early stopping has ended it; "": it has not
         self.early_stopping = ""
+        # the best steps until now by training.best_metric; None: it has not begun
+        self.best: Best | None = None
 
     @property
     def seconds(self) -> float:
@@ -275,6 +270,8 @@ class Status:
             more["stopped"] = self.stopped
         if self.early_stopping:
             more["early_stopping"] = self.early_stopping
+        if self.best is not None and self.best.values:
+            more["best"] = self.best.first(_MOST_BEST)
         for name, value in more.items():
             if isinstance(value, str):
                 more[name] = visible(value[:_MOST_ERROR])

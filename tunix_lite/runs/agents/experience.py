@@ -143,7 +143,7 @@ class AgentExperience:
         # Episodes, their rewards and their advantages.
         G = self._algorithm.num_generations
         with error_context(f"step {step + 1}", RunFailed):
-            examples, _ = self._session.task.batch(
+            examples = self._session.task.batch(
                 self._session.parts.batch.prompts, self._seed, step // updates
             )
             examples = [one for one in examples for _ in range(G)]
