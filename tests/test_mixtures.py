@@ -179,7 +179,7 @@ def test_mxfp4_is_read_as_what_it_stands_for_slice_by_slice(gpt_oss, quantised, 
         np.testing.assert_array_equal(stack["expert_up"][place], both[..., 1::2])
         down = plain[f"model.layers.{layer}.mlp.experts.down_proj"].astype(np.float32)
         np.testing.assert_array_equal(stack["expert_down"][place], down)
-    assert set(hf.stored_dtypes(folder, GPT_OSS)) == set(plain) == set(hf.hf_weights(gpt_oss, GPT_OSS))
+    assert set(hf.stored_dtypes(folder, GPT_OSS)) == set(plain) == set(hf.hf_shapes(gpt_oss, GPT_OSS))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_experts_in_one_tensor_and_one_by_one_are_read_alike_on_a_mesh(tmp_path)
     for folder in folders:
         again = hf.load_params(folder, cfg, family)
         jax.tree.map(np.testing.assert_array_equal, again, params)
-        assert set(hf.stored_dtypes(folder, family)) >= set(hf.hf_weights(cfg, family))
+        assert set(hf.stored_dtypes(folder, family)) >= set(hf.hf_shapes(cfg, family))
 
 
 def test_a_shard_reads_its_part_of_each_expert(tmp_path, monkeypatch):

@@ -248,70 +248,68 @@ def hf_names(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The rows of a tensor on disk that are one weight: Phi has queries, keys and values in one
-    tensor."""
+class Part:
+    """Rows of a tensor on disk that are one weight of a layer, or of one expert: Phi has queries,
+    keys and values in one tensor."""
 
     path: str
-    # place in the leaf: the number of the layer in its stack, and of the expert if it has a tensor
+    # place in the leaf: the number of the layer in its stack, and of the expert
     place: tuple[int, ...]
     weight: Weight  # of one layer, or of one expert
     rows: slice
+    experts: int = 0  # which the tensor has in its first dim; 0: it has no such dim
+    by_turns: bool = False  # as in Family
+
+    @property
+    def expert(self) -> int:
+        """The number of the expert, or 0."""
+        return self.place[-1] if self.experts else 0
+
+    def matrix(self, tensor: np.ndarray) -> np.ndarray:
+        """The view [outputs, ...] of a whole tensor that has the rows."""
+        if not self.experts:
+            return tensor
+        return tensor[self.expert].T if self.by_turns else tensor[self.expert]
 
 
-def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[Part]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
+        count = one.shape[0] if one.axes[0] == "experts" else 0
+        if count:
+            one = replace(one, shape=one.shape[1:], axes=one.axes[1:])
         for i, name in enumerate(hf_names(path, cfg, family)):
-            place, of_name = ((i,) if weight.is_stacked else ()), one
-            if _EXPERT.search(name):
-                place, of_name = divmod(i, cfg.experts.count), of_one_expert(one)
+            places = [(i,) if weight.is_stacked else ()]
+            has_one = bool(_EXPERT.search(name))
+            if count:
+                places = [divmod(i, count)] if has_one else [(i, e) for e in range(count)]
             # parts come in the order of the table, which is that of the rows on disk
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
-            rows = slice(first, first + hf_shape(of_one_expert(of_name))[0])
-            before.append(_Part(path, place, of_name, rows))
+            rows = slice(first, first + hf_shape(one)[0])
+            how = (one, rows, 0 if has_one else count, bool(count) and family.by_turns)
+            before += [Part(path, place, *how) for place in places]
     if not family.by_turns:
         return parts
     # gate and up have every other row
-    for name, both in parts.items():
-        turns = [slice(i, both[-1].rows.stop, len(both)) for i in range(len(both))]
-        parts[name] = [replace(part, rows=rows) for part, rows in zip(both, turns)]
+    for name, those in parts.items():
+        paths = list(dict.fromkeys(part.path for part in those))
+        turns = {x: slice(i, those[-1].rows.stop, len(paths)) for i, x in enumerate(paths)}
+        parts[name] = [replace(part, rows=turns[part.path]) for part in those]
     return parts
 
 
-def is_of_experts(weight: Weight) -> bool:
-    """Whether a weight of one layer has a matrix or a bias for each expert."""
-    return weight.axes[0] == "experts" and len(weight.axes) > 1
-
-
-def of_one_expert(weight: Weight) -> Weight:
-    """The matrix or bias of one expert of such a weight; another weight is returned unchanged."""
-    if not is_of_experts(weight):
-        return weight
-    shape, axes = weight.shape[1:], weight.axes[1:]
-    return replace(weight, shape=shape, axes=axes, inputs=len(axes) - 1)
-
-
-def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """Every tensor of the model, by its name on disk; several weights in one count as one."""
-    whole = {}
+def hf_shapes(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model, by its name on disk."""
+    shapes = {}
     for name, parts in hf_parts(cfg, family).items():
-        weight = parts[0].weight
-        if len(parts) > 1:
-            # experts, if they are a dim of it, and inputs, if it is no bias
-            others = (
-                weight.shape[: is_of_experts(weight)] + hf_shape(of_one_expert(weight))[1:]
-            )
-            shape = (*others, parts[-1].rows.stop)
-            weight = Weight(shape, weight.axes[: len(shape)])
-        if family.by_turns and is_of_experts(weight) and len(weight.shape) == 3:
-            experts, inputs, outputs = weight.shape
-            weight = replace(weight, shape=(experts, outputs, inputs))
-        whole[name] = weight
-    return whole
+        shape = (parts[-1].rows.stop, *hf_shape(parts[0].weight)[1:])
+        if count := parts[0].experts:
+            shape = (count, *(shape[::-1] if family.by_turns else shape))
+        shapes[name] = shape
+    return shapes
 
 
 def _is_score(weight: Weight) -> bool:
@@ -321,12 +319,9 @@ def _is_score(weight: Weight) -> bool:
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
     """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
-    [outputs, 1, taps]; of experts in one tensor, the same for each of them; the head of a reward
-    model [1, D]."""
+    [outputs, 1, taps]; the head of a reward model [1, D]."""
     if _is_score(weight):
         return 1, *weight.shape
-    if is_of_experts(weight):
-        return weight.shape[0], *hf_shape(of_one_expert(weight))
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
@@ -398,25 +393,23 @@ def _read_slice(
     return tensors.read(name, index).reshape(shape)
 
 
-@dataclass(frozen=True)
-class _OfExpert:
-    """Some rows of one expert, in a tensor with all of a layer, as if they were a tensor."""
+def _read_part(
+    tensors: Tensors | GgufTensors, name: str, part: Part, index: tuple[slice, ...]
+) -> np.ndarray:
+    """part.weight[index], out of its tensor."""
+    first, step = part.rows.start, part.rows.step or 1
+    if not part.experts:
+        return _read_slice(tensors, name, part.weight, index, first)
 
-    tensors: Tensors
-    number: int
-    rows: slice
-    by_turns: bool  # as in Family
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of the matrix [outputs, inputs], or of the bias."""
+    def read(_: str, index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
-        first, step = self.rows.start, self.rows.step or 1
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
-        dims = [*inputs, rows] if self.by_turns else [rows, *inputs]
-        one = slice(self.number, self.number + 1)
-        part = self.tensors.read(name, (one, *dims))[0]
-        return (part.T if self.by_turns else part)[::step]
+        dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
+        one = tensors.read(name, (slice(part.expert, part.expert + 1), *dims))[0]
+        return (one.T if part.by_turns else one)[::step]
+
+    return _read_slice(SimpleNamespace(read=read), name, part.weight, index)
 
 
 # ---- in
@@ -432,7 +425,7 @@ def check_weights(
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
     names = set(tensors)
-    wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
+    wanted = hf_shapes(cfg, family)
 
     # A head that gives numbers begins at zero where the folder has none, and needs no logits.
     if cfg.output != "logits":
@@ -503,9 +496,12 @@ def load_params(
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
     plain = flatten(decoder.weights(cfg))
-    parts = hf_parts(cfg, family)
-    num_bytes = {name: tensors.num_bytes(name) for name in parts if name in tensors}
-    rows_of = {(x.path, name): x.rows for name in parts for x in parts[name]}
+    num_bytes = {}
+    parts_of: dict[str, list[tuple[str, Part]]] = {path: [] for path in plain}
+    for name, parts in hf_parts(cfg, family).items():
+        num_bytes |= {name: tensors.num_bytes(name)} if name in tensors else {}
+        for part in parts:
+            parts_of[part.path].append((name, part))
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -524,21 +520,24 @@ def load_params(
                 )
 
             stack = jax.jit(make, out_shardings=shardings(leaf))()
-        all_names = hf_names(path, cfg, family)
+        parts = parts_of[path]
         # of each layer, one or those of its experts
-        count = cfg.experts.count if _EXPERT.search(all_names[0]) else 1
-        for i in range(len(all_names) // count):
-            names = all_names[i * count : (i + 1) * count]
+        count = len(parts) // (weight.shape[0] if weight.is_stacked else 1)
+        for i in range(0, len(parts), count):
+            names = {name for name, _ in parts[i : i + count]}
             # a folder may hold the table of a tied model twice
             head = TOP_NAMES["head"]
-            is_twice = cfg.tied and names == [TOP_NAMES["embed"]] and head in tensors
-            copy = head if is_twice else None
-            rows = rows_of[path, names[0]]
+            is_twice = cfg.tied and names == {TOP_NAMES["embed"]} and head in tensors
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, names, unstacked(weight), copy, rows, family.by_turns),
-                jnp.int32(i),
+                _piece(
+                    tensors,
+                    parts[i : i + count],
+                    unstacked(weight),
+                    head if is_twice else None,
+                ),
+                jnp.int32(i // count),
                 leaf,
                 unstacked(weight).num_counted + weight.inputs,
                 to,
@@ -546,7 +545,8 @@ def load_params(
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
             # A tensor of several weights counts once.
-            num_read += sum(num_bytes[name] for name in names) if rows.start == 0 else 0
+            if parts[i][1].rows.start == 0:
+                num_read += sum(num_bytes[name] for name in names)
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -555,35 +555,27 @@ def load_params(
 
 def _piece(
     tensors: Tensors | GgufTensors,
-    names: list[str],
+    parts: list[tuple[str, Part]],
     weight: Weight,
     copy: str | None,
-    rows: slice,
-    by_turns: bool,
 ) -> jax.Array:
-    """These rows of one tensor, or the tensors of all experts of a layer, on the mesh in the stored
-    dtype; compared with a copy. by_turns: as in Family."""
+    """A weight of one layer on the mesh, in the stored dtype; compared with a copy. parts: it, or
+    its experts, by the names of their tensors."""
     read = {}
-
-    def experts(index: tuple[slice, ...]) -> np.ndarray:
-        one = of_one_expert(weight)
-        numbers = range(*index[0].indices(weight.shape[0]))
-        if _EXPERT.search(names[0]):
-            return np.stack([_read_slice(tensors, names[n], one, index[1:]) for n in numbers])
-        views = (_OfExpert(tensors, n, rows, by_turns) for n in numbers)
-        return np.stack([_read_slice(view, names[0], one, index[1:]) for view in views])
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         # devices that hold the same part ask for it one after the other
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
-            if is_of_experts(weight):
-                read[key] = experts(index)
+            if weight.axes[0] == "experts":
+                read[key] = np.stack(
+                    [_read_part(tensors, *one, index[1:]) for one in parts[index[0]]]
+                )
             else:
-                read[key] = _read_slice(tensors, names[0], weight, index, rows.start)
+                read[key] = _read_part(tensors, *parts[0], index)
             if copy is not None:
-                _check_copy(tensors, names[0], copy, weight.shape, index)
+                _check_copy(tensors, parts[0][0], copy, weight.shape, index)
         return read[key]
 
     piece = jax.make_array_from_callback(
@@ -654,20 +646,20 @@ def save_params(
 
     dtype: BF16, F16 or F32, or a dict of them by tensor name. on_bytes: is called after each file.
     """
-    as_written = in_order(cfg, family)
-    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in as_written}
+    shapes = in_order(cfg, family)
+    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in shapes}
     tensor = tensors_of(params, cfg, family)
     sizes = {
-        name: int(np.prod(weight.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
-        for name, weight in as_written.items()
+        name: math.prod(shape) * jnp.dtype(DTYPES[types[name]]).itemsize
+        for name, shape in shapes.items()
     }
     write_shards(
         Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
     )
 
 
-def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """`hf_weights` as readers expect them: the embedding, the layers by number, the rest."""
+def in_order(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
+    """`hf_shapes` as readers expect them: the embedding, the layers by number, the rest."""
 
     def place(name: str) -> tuple[int, int]:
         parts = name.split(".")
@@ -676,8 +668,8 @@ def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
 
-    named = hf_weights(cfg, family)
-    return {name: named[name] for name in sorted(named, key=place)}
+    shapes = hf_shapes(cfg, family)
+    return {name: shapes[name] for name in sorted(shapes, key=place)}
 
 
 def tensors_of(
@@ -687,30 +679,17 @@ def tensors_of(
     weight."""
     leaves = flatten(params)
     parts_of = hf_parts(cfg, family)
-
-    def values(path: str, place: tuple[int, ...], weight: Weight, dtype: str) -> np.ndarray:
-        if is_of_experts(weight):
-            one = of_one_expert(weight)
-            numbers = range(weight.shape[0])
-            return np.stack([values(path, (*place, n), one, dtype) for n in numbers])
-        leaf = jax.tree.map(lambda x: x[place], leaves[path])
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, weight.inputs, jnp.float32)
-        return to_hf(np.asarray(value.astype(DTYPES[dtype])), weight)
+    shapes = hf_shapes(cfg, family)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        parts = parts_of[name]
-        rows = [values(part.path, part.place, part.weight, dtype) for part in parts]
-        # the dim of the rows
-        dim = int(is_of_experts(parts[0].weight))
-        step = parts[0].rows.step or 1
-        if step > 1:
-            whole = np.stack(rows, axis=dim + 1).reshape(len(rows[0]), -1, *rows[0].shape[2:])
-        else:
-            whole = np.concatenate(rows, axis=dim) if rows[1:] else rows[0]
-        if family.by_turns and dim and whole.ndim == 3:
-            whole = whole.swapaxes(1, 2)
-        return np.ascontiguousarray(whole)
+        whole = np.empty(shapes[name], DTYPES[dtype])
+        for part in parts_of[name]:
+            leaf = jax.tree.map(lambda x, at=part.place: x[at], leaves[part.path])
+            # In float32 first, so that the sum of a base and its adapter is rounded once.
+            value = dense(leaf, part.weight.inputs, jnp.float32)
+            rows = to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
+            part.matrix(whole)[part.rows] = rows
+        return whole
 
     return tensor
 
