@@ -257,14 +257,12 @@ def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, mix
 
 def test_shards_cannot_add_up_gradients_of_experts_by_themselves(sampled):
     """Why sync_gradients_every is refused with experts: their products divide fsdp themselves, so a vmap over its shards
-    has no place. Each device would hold the whole gradient of all experts, too: of Qwen 3 30B-A3B more than a GPU has."""
+    has no place."""
     set_mesh(2, 1)
     layout = replace(LAYOUTS["micro-batches"], num_parts=2)
     rows = layout.lay_out(batch_of(sampled, sampled.routes))[0]
     with pytest.raises(ValueError, match="spmd_axis_name cannot appear in shard_map"):
         grads_of(step_of(layout, sync_every=2), random_params(CFG), rows)
-    of_experts = 48 * 128 * 3 * 2048 * 768 * 4  # layers, experts, matrices; float32
-    assert of_experts > 115e9
 
 
 def test_metrics_say_what_the_router_did(sampled, mixture):
