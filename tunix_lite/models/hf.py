@@ -248,7 +248,7 @@ def hf_names(
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Rows of a tensor on disk that are one weight of a layer, or of one expert: Phi has queries,
     keys and values in one tensor."""
 
@@ -272,9 +272,9 @@ class Part:
         return tensor[self.expert].T if self.by_turns else tensor[self.expert]
 
 
-def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[Part]]:
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorPart]] = {}
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
         count = one.shape[0] if one.axes[0] == "experts" else 0
@@ -290,7 +290,7 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[Part]]:
             first = before[-1].rows.stop if before else 0
             rows = slice(first, first + hf_shape(one)[0])
             how = (one, rows, 0 if has_one else count, bool(count) and family.by_turns)
-            before += [Part(path, place, *how) for place in places]
+            before += [TensorPart(path, place, *how) for place in places]
     if not family.by_turns:
         return parts
     # gate and up have every other row
@@ -394,7 +394,7 @@ def _read_slice(
 
 
 def _read_part(
-    tensors: Tensors | GgufTensors, name: str, part: Part, index: tuple[slice, ...]
+    tensors: Tensors | GgufTensors, name: str, part: TensorPart, index: tuple[slice, ...]
 ) -> np.ndarray:
     """part.weight[index], out of its tensor."""
     first, step = part.rows.start, part.rows.step or 1
@@ -497,7 +497,7 @@ def load_params(
     family = as_stored(family, tensors)
     plain = flatten(decoder.weights(cfg))
     num_bytes = {}
-    parts_of: dict[str, list[tuple[str, Part]]] = {path: [] for path in plain}
+    parts_of: dict[str, list[tuple[str, TensorPart]]] = {path: [] for path in plain}
     for name, parts in hf_parts(cfg, family).items():
         num_bytes |= {name: tensors.num_bytes(name)} if name in tensors else {}
         for part in parts:
@@ -555,7 +555,7 @@ def load_params(
 
 def _piece(
     tensors: Tensors | GgufTensors,
-    parts: list[tuple[str, Part]],
+    parts: list[tuple[str, TensorPart]],
     weight: Weight,
     copy: str | None,
 ) -> jax.Array:

@@ -282,7 +282,7 @@ def save_adapters(
 
 def _adapted(
     cfg: Architecture, family: Family, lora: LoraConfig
-) -> tuple[dict[str, list[hf.Part]], int]:
+) -> tuple[dict[str, list[hf.TensorPart]], int]:
     """The weights in every tensor that has adapters, and the rank of all: where a tensor holds
     several weights, its one adapter has their pairs side by side."""
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))

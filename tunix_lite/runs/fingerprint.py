@@ -7,7 +7,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ from tunix_lite.basics.plain_text import escaped, shown, without_secrets
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
-from tunix_lite.models.family import NO_SINKS, ONE_SHAPE
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import FoundModel
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
@@ -36,15 +36,12 @@ SHOWN = 8
 # of a decaying learning rate, the dropout of adapters
 SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 # fields of the architecture that runs of before do not have, which are left out at these values
-LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
-LATER |= {
-    "output": "logits",
-    "experts": None,
-    "yarn": None,
-    "longrope": None,
-    "pre_norms": True,
-    "qk_norm_whole": False,
-} | NO_SINKS
+_LATER_NAMES = """
+    attn_gate rope_share delta output experts yarn longrope pre_norms qk_norm_whole out_bias
+    attn_sinks global_head_dim global_kv_heads global_rope_share keys_as_values value_norm
+    kv_readers wide_readers per_layer_dim layer_scalar
+    """.split()  # noqa: SIM905
+LATER = {f.name: f.default for f in fields(Architecture) if f.name in _LATER_NAMES}
 LATER_OF_YARN = {"truncate": True, "in_windows": False}
 # characters of a value in it
 LONGEST = 400
