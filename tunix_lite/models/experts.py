@@ -56,7 +56,6 @@ class Routed:
         jax.Array
     )  # softmax of the logits over all experts, summed over tokens, [E] float32
     z_sum: jax.Array  # sum of the squared log-sum-exp of the logits, float32
-    num_tokens: jax.Array  # real tokens, float32
 
 
 # ---- the table of weights
@@ -68,21 +67,19 @@ def expert_weights(cfg: Architecture) -> dict[str, Weight]:
         return {}
     D = cfg.embed_dim
     E = sizes.count
-    inner = ("experts", "embed", "mlp")
     # A router in fewer bits would send tokens elsewhere than it did in training.
-    layer = {
-        "router": Weight((D, E), ("embed", "router"), is_exact=True),
-        "expert_gate": Weight((E, D, sizes.mlp_dim), inner),
-        "expert_up": Weight((E, D, sizes.mlp_dim), inner),
-        "expert_down": Weight((E, sizes.mlp_dim, D), ("experts", "mlp", "embed")),
-    }
+    layer = {"router": Weight((D, E), ("embed", "router"), is_exact=True)}
     if sizes.biases:
-        layer |= {
-            "router_bias": Weight((E,), ("router",), zeros, inputs=0, is_exact=True),
-            "expert_gate_bias": Weight((E, sizes.mlp_dim), inner[::2], zeros, inputs=0),
-            "expert_up_bias": Weight((E, sizes.mlp_dim), inner[::2], zeros, inputs=0),
-            "expert_down_bias": Weight((E, D), inner[:2], zeros, inputs=0),
-        }
+        layer["router_bias"] = Weight((E,), ("router",), zeros, inputs=0, is_exact=True)
+    outside, inside = (D, "embed"), (sizes.mlp_dim, "mlp")
+    for name in ("gate", "up", "down"):
+        ends = (inside, outside) if name == "down" else (outside, inside)
+        (inputs, of_inputs), (outputs, of_outputs) = ends
+        axes = ("experts", of_inputs, of_outputs)
+        layer[f"expert_{name}"] = Weight((E, inputs, outputs), axes)
+        if sizes.biases:
+            bias = Weight((E, outputs), ("experts", of_outputs), zeros, inputs=0)
+            layer[f"expert_{name}_bias"] = bias
     if sizes.router_norm:
         layer |= {
             "router_scale": Weight((D,), ("norm",), ones, inputs=0, is_exact=True),
@@ -197,7 +194,6 @@ def route(
         load=jnp.sum(is_chosen_BTE & is_real_BT1, axis=(0, 1), dtype=jnp.float32),
         prob_sum=jnp.sum(jnp.where(is_real_BT1, probs_BTE, 0), axis=(0, 1)),
         z_sum=jnp.sum(jnp.where(is_token_BT, z_BT, 0)),
-        num_tokens=jnp.sum(is_token_BT, dtype=jnp.float32),
     )
     return weights_BTk, routed
 
@@ -225,11 +221,10 @@ def _mixture(
     mesh = jax.sharding.get_abstract_mesh()
     tp = current_rules()["mlp"]
     tp = tp if tp == "tp" and mesh.shape[tp] > 1 else None
-    names = [f"expert_{name}{end}" for name in ("gate", "up", "down") for end in ("", "_bias")]
-    of_experts = {name: w[name] for name in names if name in w}
+    declared = {n: x for n, x in expert_weights(cfg).items() if x.axes[0] == "experts"}
+    of_experts = {name: w[name] for name in declared}
     if tp is not None:
         of_experts["expert_down"] = _in_parts(of_experts["expert_down"], mesh.shape[tp])
-    declared = expert_weights(cfg)
     specs = {name: _specs(leaf, declared[name], tp) for name, leaf in of_experts.items()}
     tokens = spec(("batch", "seq", "act_embed"), x_BTD.shape, mesh)
 

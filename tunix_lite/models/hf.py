@@ -2,6 +2,7 @@
 out; those of a GGUF file, too. The host never has more than one tensor beside what is on the
 devices."""
 
+import itertools
 import json
 import math
 import os
@@ -252,6 +253,7 @@ class TensorPart:
     """Rows of a tensor on disk that are one weight of a layer, or of one expert: Phi has queries,
     keys and values in one tensor."""
 
+    name: str  # of the tensor
     path: str
     # place in the leaf: the number of the layer in its stack, and of the expert
     place: tuple[int, ...]
@@ -290,7 +292,7 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
             first = before[-1].rows.stop if before else 0
             rows = slice(first, first + hf_shape(one)[0])
             how = (one, rows, 0 if has_one else count, bool(count) and family.by_turns)
-            before += [TensorPart(path, place, *how) for place in places]
+            before += [TensorPart(name, path, place, *how) for place in places]
     if not family.by_turns:
         return parts
     # gate and up have every other row
@@ -394,14 +396,14 @@ def _read_slice(
 
 
 def _read_part(
-    tensors: Tensors | GgufTensors, name: str, part: TensorPart, index: tuple[slice, ...]
+    tensors: Tensors | GgufTensors, part: TensorPart, index: tuple[slice, ...]
 ) -> np.ndarray:
     """part.weight[index], out of its tensor."""
     first, step = part.rows.start, part.rows.step or 1
     if not part.experts:
-        return _read_slice(tensors, name, part.weight, index, first)
+        return _read_slice(tensors, part.name, part.weight, index, first)
 
-    def read(_: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
@@ -409,7 +411,7 @@ def _read_part(
         one = tensors.read(name, (slice(part.expert, part.expert + 1), *dims))[0]
         return (one.T if part.by_turns else one)[::step]
 
-    return _read_slice(SimpleNamespace(read=read), name, part.weight, index)
+    return _read_slice(SimpleNamespace(read=read), part.name, part.weight, index)
 
 
 # ---- in
@@ -495,13 +497,15 @@ def load_params(
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
+    # a folder may hold the table of a tied model twice
+    if cfg.tied and TOP_NAMES["head"] in tensors:
+        _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
     plain = flatten(decoder.weights(cfg))
-    num_bytes = {}
-    parts_of: dict[str, list[tuple[str, TensorPart]]] = {path: [] for path in plain}
-    for name, parts in hf_parts(cfg, family).items():
-        num_bytes |= {name: tensors.num_bytes(name)} if name in tensors else {}
-        for part in parts:
-            parts_of[part.path].append((name, part))
+    by_name = hf_parts(cfg, family)
+    num_bytes = {name: tensors.num_bytes(name) for name in by_name if name in tensors}
+    parts_of: dict[str, list[TensorPart]] = {path: [] for path in plain}
+    for part in itertools.chain(*by_name.values()):
+        parts_of[part.path].append(part)
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -524,19 +528,10 @@ def load_params(
         # of each layer, one or those of its experts
         count = len(parts) // (weight.shape[0] if weight.is_stacked else 1)
         for i in range(0, len(parts), count):
-            names = {name for name, _ in parts[i : i + count]}
-            # a folder may hold the table of a tied model twice
-            head = TOP_NAMES["head"]
-            is_twice = cfg.tied and names == {TOP_NAMES["embed"]} and head in tensors
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(
-                    tensors,
-                    parts[i : i + count],
-                    unstacked(weight),
-                    head if is_twice else None,
-                ),
+                _piece(tensors, parts[i : i + count], unstacked(weight)),
                 jnp.int32(i // count),
                 leaf,
                 unstacked(weight).num_counted + weight.inputs,
@@ -545,8 +540,8 @@ def load_params(
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
             # A tensor of several weights counts once.
-            if parts[i][1].rows.start == 0:
-                num_read += sum(num_bytes[name] for name in names)
+            if parts[i].rows.start == 0:
+                num_read += sum(num_bytes[x] for x in {x.name for x in parts[i : i + count]})
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -554,13 +549,9 @@ def load_params(
 
 
 def _piece(
-    tensors: Tensors | GgufTensors,
-    parts: list[tuple[str, TensorPart]],
-    weight: Weight,
-    copy: str | None,
+    tensors: Tensors | GgufTensors, parts: list[TensorPart], weight: Weight
 ) -> jax.Array:
-    """A weight of one layer on the mesh, in the stored dtype; compared with a copy. parts: it, or
-    its experts, by the names of their tensors."""
+    """A weight of one layer on the mesh, in the stored dtype. parts: it, or its experts."""
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -569,13 +560,10 @@ def _piece(
         if key not in read:
             # A view: jax transposes while it copies.
             if weight.axes[0] == "experts":
-                read[key] = np.stack(
-                    [_read_part(tensors, *one, index[1:]) for one in parts[index[0]]]
-                )
+                of_experts = [_read_part(tensors, one, index[1:]) for one in parts[index[0]]]
+                read[key] = np.stack(of_experts)
             else:
-                read[key] = _read_part(tensors, *parts[0], index)
-            if copy is not None:
-                _check_copy(tensors, parts[0][0], copy, weight.shape, index)
+                read[key] = _read_part(tensors, parts[0], index)
         return read[key]
 
     piece = jax.make_array_from_callback(
@@ -585,19 +573,13 @@ def _piece(
     return jax.block_until_ready(piece)
 
 
-def _check_copy(
-    tensors: Tensors | GgufTensors,
-    name: str,
-    other: str,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
-) -> None:
-    """Raises ValueError if this slice of the two tensors, [V, D], differs."""
-    first, last, _ = index[0].indices(shape[0])
+def _check_copy(tensors: Tensors | GgufTensors, name: str, other: str) -> None:
+    """Raises ValueError if the two tensors, [V, D], differ."""
+    count, width = tensors.shape(name)
     # a table in float32 twice might not fit beside what is loaded
-    num_rows = max(1, AT_ONCE // (8 * shape[1]))
-    for start in range(first, last, num_rows):
-        rows = (slice(start, min(start + num_rows, last)), index[1])
+    num_rows = max(1, AT_ONCE // (8 * width))
+    for start in range(0, count, num_rows):
+        rows = (slice(start, min(start + num_rows, count)), slice(0, width))
         one, two = (tensors.read(x, rows).astype(np.float32) for x in (name, other))
         if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
