@@ -78,7 +78,7 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     for name, key in family.keys.items():
         part, _, inner = name.rpartition(".")
         # only some models of Gemma 4 have experts
-        if part == "experts" and "router" in family.optional and hf["num_experts"] is None:
+        if part == "experts" and not hf.get("enable_moe_block", True):
             continue
         kind = types[part][inner]
         kinds = get_args(kind) or (kind,)

@@ -8,6 +8,7 @@ Sources: arXiv:2505.09388 (Qwen 3), 2508.10925 (gpt-oss).
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -52,9 +53,8 @@ class Routed:
     ids: jax.Array  # the experts that have computed, [B, T, k] int32
     native: jax.Array  # those that the router chooses by itself, [B, T, k] int32
     load: jax.Array  # pairs of a token and one of its experts, by expert, [E] float32
-    prob_sum: (
-        jax.Array
-    )  # softmax of the logits over all experts, summed over tokens, [E] float32
+    # softmax of the logits over all experts, summed over tokens, [E] float32
+    prob_sum: jax.Array
     z_sum: jax.Array  # sum of the squared log-sum-exp of the logits, float32
 
 
@@ -228,18 +228,9 @@ def _mixture(
     specs = {name: _specs(leaf, declared[name], tp) for name, leaf in of_experts.items()}
     tokens = spec(("batch", "seq", "act_embed"), x_BTD.shape, mesh)
 
-    def on_a_device(
-        x_BTD: jax.Array, ids_BTk: jax.Array, weights_BTk: jax.Array, w: dict[str, Any]
-    ) -> jax.Array:
-        is_first = None if tp is None else jax.lax.axis_index(tp) == 0
-        flat = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk))
-        out_ND = _of_tokens(*flat, w, cfg, is_first)
-        out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
-        return out_ND.reshape(1, *x_BTD.shape)
-
     # Each device computes its own tokens, of each expert its own part of the inner width.
     on_devices = jax.shard_map(
-        on_a_device,
+        partial(_of_tokens, cfg=cfg, tp=tp, sum_dtype=sum_dtype),
         in_specs=(tokens, tokens, tokens, specs),
         out_specs=P(tp, *tokens),
         # with it, every loop would have to say over which axes its values vary
@@ -250,15 +241,19 @@ def _mixture(
 
 
 def _of_tokens(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
+    x_BTD: jax.Array,
+    ids_BTk: jax.Array,
+    weights_BTk: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
-    is_first: jax.Array | None,
+    tp: str | None,
+    sum_dtype: DTypeLike,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, [N, D], float32 at least; of a part of their inner
-    width, the first one or another, if `is_first` is given."""
+    """The weighted sum of each token's experts, [1, B, T, D], on one device: of its part of their
+    inner width, if tp divides that."""
+    x_ND, ids_Nk, weights_Nk = (
+        x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk)
+    )
     E = cfg.experts.count
     groups = group(ids_Nk, E, block_of(ids_Nk.size, E))
     x_RD = to_rows(x_ND, groups.token, groups.row)
@@ -278,10 +273,13 @@ def _of_tokens(
     out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
     if cfg.experts.biases:
         bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
-        if is_first is not None:
-            bias_RD = jnp.where(is_first, bias_RD, 0)
+        if tp is not None:
+            # once for all parts
+            bias_RD = jnp.where(jax.lax.axis_index(tp) == 0, bias_RD, 0)
         out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
-    return from_rows(out_RD, groups.token, groups.row)
+    out_ND = from_rows(out_RD, groups.token, groups.row)
+    out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
+    return out_ND.reshape(1, *x_BTD.shape)
 
 
 def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:

@@ -207,10 +207,7 @@ def gemma4_keys(hf: dict) -> dict:
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
-    if as_number(hf["enable_moe_block"], "enable_moe_block", bool):
-        as_number(hf["num_experts"], "num_experts", int)
-    else:
-        hf["num_experts"] = None
+    as_number(hf["enable_moe_block"], "enable_moe_block", bool)
     kinds = every_nth(6, *NTH_GLOBAL)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
         raise ValueError("layer_types: the last layer must be full_attention")
@@ -244,11 +241,6 @@ def gemma4_keys(hf: dict) -> dict:
     if (both := hf.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ValueError(
             f"use_bidirectional_attention={shown(both)} is not supported; null and 'vision' are"
-        )
-    rows = hf.get("vocab_size_per_layer_input", 262_144)
-    if hf.get("hidden_size_per_layer_input") and rows != hf["vocab_size"]:
-        raise ValueError(
-            f"vocab_size_per_layer_input={shown(rows)} is not vocab_size={shown(hf['vocab_size'])}"
         )
     return hf
 
@@ -287,7 +279,6 @@ class Family:
     # beginnings of the tensor names of such models, in place of our "model."
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
-    optional: frozenset[str] = frozenset()  # of names, those that not all models have
     # config.json -> the same, with what has several spellings in that of `keys`
     respelled: Callable[[dict], dict] = dict
     # fields of Experts that all its models share; a model of it without experts has none

@@ -250,8 +250,11 @@ def hf_names(
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Rows of a tensor on disk that are one weight of a layer, or of one expert: Phi has queries,
-    keys and values in one tensor."""
+    """Rows of a tensor on disk that are one weight of a layer, or of one expert.
+
+    Example: the keys of Phi's third layer, with 4 query heads of 8 -> path "layers/k", place (2,),
+    rows slice(32, 48) of the tensor that has queries, keys and values.
+    """
 
     name: str  # of the tensor
     path: str
@@ -291,8 +294,18 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
             rows = slice(first, first + hf_shape(one)[0])
-            how = (one, rows, 0 if has_one else count, bool(count) and family.by_turns)
-            before += [TensorPart(name, path, place, *how) for place in places]
+            before += [
+                TensorPart(
+                    name,
+                    path,
+                    place,
+                    one,
+                    rows,
+                    experts=0 if has_one else count,
+                    by_turns=family.by_turns,
+                )
+                for place in places
+            ]
     if not family.by_turns:
         return parts
     # gate and up have every other row
@@ -541,7 +554,8 @@ def load_params(
             jax.block_until_ready(stack)
             # A tensor of several weights counts once.
             if parts[i].rows.start == 0:
-                num_read += sum(num_bytes[x] for x in {x.name for x in parts[i : i + count]})
+                names = {part.name for part in parts[i : i + count]}
+                num_read += sum(num_bytes[name] for name in names)
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack

@@ -185,10 +185,14 @@ def from_tensors(
         both = (np.asarray(tensors[_side(name, side)], np.float32) for side in "ab")
         a_ERI, b_ORE = _of_experts(*both, parts[0].experts)
         # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
-        for part in (part for part in parts if f"{part.path}/a" in pairs):
-            sides = a_ERI[part.expert], b_ORE[part.rows, :, part.expert]
-            for side, value, weight in zip("ab", sides, adapter_pair(part.weight, lora.rank)):
-                values[f"{part.path}/{side}"][part.place] = hf.from_hf(value, weight)
+        for part in parts:
+            if f"{part.path}/a" not in pairs:
+                continue
+            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
+            value_a = hf.from_hf(a_ERI[part.expert], weight_a)
+            value_b = hf.from_hf(b_ORE[part.rows, :, part.expert], weight_b)
+            values[f"{part.path}/a"][part.place] = value_a
+            values[f"{part.path}/b"][part.place] = value_b
     loaded = {}
     for path, weight in pairs.items():
         # parts come layer by layer, and there expert by expert
@@ -220,11 +224,13 @@ def to_tensors(
         for part in own:
             first = paths.index(part.path) * lora.rank
             columns = slice(first, first + lora.rank)
-            places = a_ERI[part.expert, columns], b_ORE[part.rows, columns, part.expert]
-            weights = adapter_pair(part.weight, lora.rank)
-            for side, place, weight in zip("ab", places, weights):
-                place[:] = hf.to_hf(values[f"{part.path}/{side}"][part.place], weight)
-        tensors |= {_side(name, "a"): a, _side(name, "b"): b}
+            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
+            value_a = values[f"{part.path}/a"][part.place]
+            value_b = values[f"{part.path}/b"][part.place]
+            a_ERI[part.expert, columns] = hf.to_hf(value_a, weight_a)
+            b_ORE[part.rows, columns, part.expert] = hf.to_hf(value_b, weight_b)
+        tensors[_side(name, "a")] = a
+        tensors[_side(name, "b")] = b
     return tensors
 
 
