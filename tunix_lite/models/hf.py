@@ -157,21 +157,17 @@ class Tensors:
         return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of a tensor. The file is open for this alone, so that its pages leave the memory."""
+        """Part of a tensor."""
         entry = self._entries[name]
         if not entry.packed:
-            with safe_open(str(entry.file), framework="np") as opened:
-                return opened.get_slice(entry.name)[index]
-
+            return entry.read(index)
         # The blocks that hold these inputs.
         experts, inputs, outputs = index
-        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
-        parts = []
-        for packed in entry.packed:
-            with safe_open(str(packed.file), framework="np") as opened:
-                parts.append(opened.get_slice(packed.name)[experts, outputs, first:last])
-        values = dequantised(*parts)[..., inputs.start - first * BLOCK :]
-        return values[..., : inputs.stop - inputs.start].swapaxes(1, 2)
+        blocks = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        parts = [packed.read((experts, outputs, blocks)) for packed in entry.packed]
+        first = blocks.start * BLOCK
+        values = dequantised(*parts)[..., inputs.start - first : inputs.stop - first]
+        return values.swapaxes(1, 2)
 
 
 def as_stored(family: Family, tensors: Tensors | GgufTensors) -> Family:
@@ -197,6 +193,11 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: str
     packed: tuple["_Entry", ...] = ()  # blocks and scales of MXFP4, which it is made of
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Part of it. The file is open for this alone, so that its pages leave the memory."""
+        with safe_open(str(self.file), framework="np") as opened:
+            return opened.get_slice(self.name)[index]
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
