@@ -40,7 +40,7 @@ def write_model(folder: Path, layers: int) -> None:
 
     flags = LLAMA.flags | {"query_scale": 64, "tied": False}
     cfg = Architecture(32_000, layers, 2048, 32, 8, 64, 8192, **flags)
-    shapes = {name: hf.hf_shape(weight) for name, weight in hf.hf_weights(cfg, LLAMA).items()}
+    shapes = hf.hf_shapes(cfg, LLAMA)
 
     def tensor(name: str):
         rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -85,7 +85,7 @@ def load(folder: Path, storage: str, mesh: tuple[int, int], reuse: bool) -> None
         for leaf in jax.tree.leaves(params)
         for shard in leaf.addressable_shards
     }
-    largest = 4 * max(int(np.prod(weight.shape)) for weight in hf.hf_weights(cfg, family).values())
+    largest = 4 * max(int(np.prod(shape)) for shape in hf.hf_shapes(cfg, family).values())
     seen = {"began": began, "ended": ended, "anon": anon, "peak": peak - before, "after": after - before}
     print(json.dumps(seen | {"shards": sum(buffers.values()), "largest": largest}))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import random_params, set_mesh
 
+from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
 from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
@@ -141,7 +142,7 @@ def test_sums_are_of_real_tokens_and_others_reach_no_expert():
     np.testing.assert_array_equal(out[0, :4], 0)
     np.testing.assert_array_equal(out[1:], fed(x, normed, w, CFG)[0][1:])
     logits = np.float64(normed[is_token]) @ w["router"]
-    assert routed.num_tokens == 11 and routed.load.sum() == 22
+    assert routed.load.sum() == 22
     np.testing.assert_allclose(routed.prob_sum, sum(map(softmax, logits)), rtol=1e-5)
     np.testing.assert_allclose(routed.z_sum, (np.log(np.exp(logits).sum(-1)) ** 2).sum(), rtol=1e-5)
 
@@ -245,9 +246,13 @@ def dense_mixture(x, ids, weights, w, cfg, _):
 
 def loss_of(params, cfg, tokens, meta, dtype=jnp.float32, **settings):
     h, routed = decoder.forward_and_routes(params, cfg, tokens, meta, dtype, **settings)
-    # real tokens alone, and the router's sums
+    # real tokens alone, and the router's sums; all of it is a sum over rows
     total = jnp.sum(jnp.sin(h) * (meta.segments > 0)[..., None])
-    return total + jnp.sum(routed.prob_sum**2) / 16 + jnp.sum(routed.z_sum) / 16
+    return total + jnp.sum(routed.prob_sum * jnp.arange(cfg.experts.count)) / 4 + jnp.sum(routed.z_sum) / 16
+
+
+def on_mesh(table, values):
+    return jax.tree.map(lambda w, x: put(np.asarray(x), *w.axes), table, values, is_leaf=is_weight)
 
 
 @pytest.fixture(scope="module", params=["qwen3.5", "gpt-oss"])
@@ -263,15 +268,21 @@ def exact(request):
         return cfg, params, [jax.tree.map(np.asarray, of(wide, meta=meta_of(TOKENS, p))) for p in (False, True)]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1), (1, 4)])
-def test_gradients_are_those_of_float64_on_every_mesh(exact, mesh):
+@pytest.mark.parametrize("mesh, parts", [((1, 1), 1), ((2, 2), 1), ((4, 1), 1), ((1, 4), 1), ((2, 2), 2)])
+def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact, mesh, parts):
     cfg, params, wanted = exact
     set_mesh(*mesh)
-    table = decoder.weights(cfg)
-    placed = jax.tree.map(lambda w, x: put(x, *w.axes), table, params, is_leaf=is_weight)
-    of = jax.jit(jax.grad(partial(loss_of, cfg=cfg, remat="block")))
+    placed = on_mesh(decoder.weights(cfg), params)
+
+    @jax.jit
+    def of(params, rows):
+        def gradient(rows):
+            return jax.grad(loss_of)(params, cfg, *rows, remat="block"), {}
+
+        return accumulate(gradient, rows, parts, grad_shardings=jax.tree.map(lambda x: x.sharding, placed))[0]
+
     for packed in (False, True) if mesh == (2, 2) else (False,):
-        found = of(placed, tokens=TOKENS, meta=meta_of(TOKENS, packed))
+        found = of(placed, (jnp.asarray(TOKENS), meta_of(TOKENS, packed)))
         squares = [
             np.array([np.sum((np.float64(g) - want) ** 2), np.sum(want**2)])
             for g, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[packed]))
@@ -310,34 +321,27 @@ def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_
     np.testing.assert_array_equal(by_layer.ids, others)
 
 
-def test_adapters_train_experts_over_a_quantised_base_and_the_base_gets_no_gradient():
-    """The base is dequantised by numpy's rule, and adapters are added to it, for each expert."""
-    cfg = replace(CFG, num_layers=1, pattern=("global",), embed_dim=16)
-    lora = LoraConfig(rank=2, alpha=4.0, targets=".*/(q|expert_gate|expert_down)", base="int8")
+@pytest.fixture(scope="module", params=["int8", "nf4"])
+def adapted(request):
+    """(cfg, lora, stored base, adapters, their loss and gradients over the dequantised base with each update added)."""
+    set_mesh(1, 1)
+    cfg = replace(CFG, num_layers=1, pattern=("global",))
+    lora = LoraConfig(rank=2, alpha=4.0, targets=".*/(q|expert_gate|expert_down)", base=request.param)
     rng, table = np.random.default_rng(5), decoder.weights(cfg)
     params = random_params(cfg)
-    stored = stored_table(table, "int8")
 
     def pack(x, leaf, w):
         if is_weight(leaf):
             return x
-        return jax.vmap(
-            lambda one: quantize(
-                one,
-                jax.tree.map(lambda s: replace(s, shape=s.shape[1:]), leaf, is_leaf=is_weight),
-                w.num_counted - 1 + w.inputs,
-            )
-        )(x)
+        one = jax.tree.map(lambda s: replace(s, shape=s.shape[1:]), leaf, is_leaf=is_weight)
+        return jax.vmap(lambda x: quantize(x, one, w.num_counted - 1 + w.inputs))(x)
 
+    stored = stored_table(table, lora.base)
     base = jax.tree.map(pack, params, stored, table, is_leaf=lambda x: is_weight(x) or not isinstance(x, dict))
     adapters = jax.tree.map(
         lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), adapter_weights(table, lora), is_leaf=is_weight
     )
     assert adapters["layers"]["expert_gate"]["a"].shape == (1, 6, 16, 2)
-    meta = meta_of(TOKENS)
-
-    def of(adapters):
-        return loss_of(attach(base, adapters, lora), cfg, TOKENS, meta)
 
     def by_hand(adapters):
         merged = dict(base["layers"])
@@ -347,11 +351,27 @@ def test_adapters_train_experts_over_a_quantised_base_and_the_base_gets_no_gradi
         for name, pair in adapters["layers"].items():
             update = pair["a"] @ pair["b"].reshape(*pair["a"].shape[:-2], 2, -1)
             merged[name] = merged[name] + 2.0 * update.reshape(merged[name].shape)
-        return loss_of(base | {"layers": merged}, cfg, TOKENS, meta)
+        return loss_of(base | {"layers": merged}, cfg, TOKENS, meta_of(TOKENS))
 
-    found, wanted = jax.jit(jax.grad(of))(adapters), jax.jit(jax.grad(by_hand))(adapters)
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+    return cfg, lora, base, adapters, jax.jit(jax.value_and_grad(by_hand))(adapters)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1)])
+def test_adapters_train_experts_over_a_quantised_base_on_every_mesh(adapted, mesh):
+    """The base is dequantised, and adapters are added to it, for each expert; the base gets no gradient."""
+    cfg, lora, base, adapters, wanted = adapted
+    set_mesh(*mesh)
+    table = decoder.weights(cfg)
+    base = on_mesh(stored_table(table, lora.base), base)
+    meta = meta_of(TOKENS)
+
+    @jax.jit
+    @jax.value_and_grad
+    def of(adapters, base):
+        return loss_of(attach(base, adapters, lora), cfg, TOKENS, meta)
+
+    found = of(on_mesh(adapter_weights(table, lora), adapters), base)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), found, wanted)
 
 
 def test_what_experts_cannot_do_is_refused():

@@ -212,7 +212,7 @@ def test_what_the_page_says_is_refused_is_refused(row, tmp_path):
     ("family", "change", "lost"),
     [
         ("llama", {"query_scale": 7}, "query_scale=7 against 16"),
-        ("llama", {"qkv_bias": True}, "qkv_bias=True, but in the family llama it is False"),
+        ("llama", {"qkv_bias": True}, "qkv_bias=True against False"),
         ("mistral.MISTRAL", {"rope_theta_local": 500.0}, "rope_theta_local=500.0 against 10000.0"),
         ("mistral.MISTRAL", {"pattern": ("local", "global")}, r"pattern=\('local', 'global'\) against"),
     ],

@@ -389,7 +389,6 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
     [
         ({"enable_moe_block": True}, "num_experts=None; it is a finite int"),
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: each of them needs a layer of its kind before them"),
-        ({"vocab_size_per_layer_input": 40}, "vocab_size_per_layer_input=40 is not vocab_size=48"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4}, "layer_types: the last layer must be full_att"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same for each layer with"),

@@ -371,6 +371,24 @@ def test_what_routers_did_comes_with_every_score(cfg, rollout, output):
     jax.tree.map(np.testing.assert_array_equal, found.experts, alone.experts)
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_recorded_routes_are_for_the_layers_of_the_policy_alone(cfg, rollout, is_own):
+    """A shared critic reads hidden states of the policy, at its experts. A critic of its own has routers of its own."""
+    cfg = replace(cfg, num_layers=1, pattern=("global",), experts=Experts(4, 2, 8))
+    critic, batch = Critic(is_own), batch_to_value(rollout)
+    both = networks(cfg, random_params(cfg), critic)
+    scores = partial(batch_scores, cfg=cfg, **SCORING)
+    native = RowLayout().lay_out(batch)[0]
+    replayed = RowLayout().lay_out(batch.replace(routes=np.tile(np.uint8([3, 1]), (*batch.tokens.shape, 1))))[0]
+    valued = jax.jit(with_values(scores, critic))
+    of_native, of_replayed = valued(both, native), valued(both, replayed)
+    assert np.abs(of_replayed.logprobs - of_native.logprobs).max() > 1e-3
+    at_collect = jax.jit(partial(token_values, scores, critic))(both, replayed)
+    np.testing.assert_allclose(at_collect, of_replayed.values, atol=1e-6)
+    moved = np.abs(of_replayed.values - of_native.values).max()
+    assert moved == 0 if is_own else moved > 1e-3
+
+
 def train_step(cfg, critic: Critic, algorithm: PPO, rate: float = 1e-3) -> TrainStep:
     scores = partial(batch_scores, cfg=cfg, **SCORING)
     optimizer = partial(make_optimizer, OptimizerConfig(learning_rate=rate, max_grad_norm=1e9), 100)

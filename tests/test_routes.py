@@ -228,6 +228,43 @@ def test_the_update_takes_them_and_the_router_still_learns(sampled, mixture, exp
     assert 0.9 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"] <= 1
 
 
+def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, mixture, expected_forced):
+    """fsdp and tp divide sampling, scoring and the update."""
+    whole, metrics = grads_of(
+        step_of(LAYOUTS["none"]), mixture, LAYOUTS["none"].lay_out(batch_of(sampled, expected_forced[0]))[0]
+    )
+    set_mesh(2, 2)
+    params = random_params(CFG)
+    generate = make_generate(CFG, GENERATION, EOS, 0, rollout=RolloutConfig(num_slots=4, chunk=4))
+    rollout = generate(params, ragged_prompts(P), jax.random.key(7), G)
+    score = make_policy(CFG, None, 1.0, rows=LAYOUTS["none"], replays=True).rescore
+    ratio = np.exp(score(params, batch_of(rollout, rollout.routes)) - rollout.full_logprobs)
+    np.testing.assert_allclose(ratio[rollout.completion_mask], 1, atol=2e-5)
+    # the same draws as on one device, with the same experts
+    np.testing.assert_array_equal(rollout.tokens, sampled.tokens)
+    np.testing.assert_array_equal(rollout.routes, sampled.routes)
+
+    # experts that no router would choose
+    batch = batch_of(sampled, expected_forced[0])
+    np.testing.assert_allclose(score(params, batch), expected_forced[1], atol=2e-5)
+    divided, of_mesh = grads_of(step_of(LAYOUTS["none"]), params, LAYOUTS["none"].lay_out(batch)[0])
+    size = np.abs(whole["layers"]["router"]).max()
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * size, rtol=1e-4), divided, whole)
+    assert (
+        of_mesh["experts/rerouted"] == pytest.approx(metrics["experts/rerouted"]) and metrics["experts/rerouted"] > 0.9
+    )
+
+
+def test_shards_cannot_add_up_gradients_of_experts_by_themselves(sampled):
+    """Why sync_gradients_every is refused with experts: their products divide fsdp themselves, so a vmap over its shards
+    has no place."""
+    set_mesh(2, 1)
+    layout = replace(LAYOUTS["micro-batches"], num_parts=2)
+    rows = layout.lay_out(batch_of(sampled, sampled.routes))[0]
+    with pytest.raises(ValueError, match="spmd_axis_name cannot appear in shard_map"):
+        grads_of(step_of(layout, sync_every=2), random_params(CFG), rows)
+
+
 def test_metrics_say_what_the_router_did(sampled, mixture):
     layout = LAYOUTS["none"]
     batch = batch_of(sampled, sampled.routes)

@@ -204,7 +204,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         hf.save_params(model.params, cfg, family, folder, stored, on_bytes)
 
     # The coarsest dtype of all tensors stands in config.json, and sets the tolerance.
-    dtypes = [stored[name] for name in hf.hf_weights(cfg, family)]
+    dtypes = [stored[name] for name in hf.hf_shapes(cfg, family)]
     coarsest = max(dtypes, key=lambda name: _TOLERANCE[name])
     named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
     source = model.source
@@ -245,7 +245,7 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
         # a reward model may have begun with a folder that has no such head
         new = dict.fromkeys(hf.SCORES, "F32")
         return new | hf.stored_dtypes(download(source).folder, source.family)
-    return dict.fromkeys(hf.hf_weights(source.cfg, source.family), _DTYPES[dtype or "bf16"])
+    return dict.fromkeys(hf.hf_shapes(source.cfg, source.family), _DTYPES[dtype or "bf16"])
 
 
 def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:

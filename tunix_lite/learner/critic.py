@@ -50,8 +50,11 @@ def token_values(
     scores: Callable[..., jax.Array], critic: Critic, params: Params, batch: RowBatch
 ) -> jax.Array:
     """The values [R, W] of the tokens that count. scores: policy.batch_scores with its settings.
-    params: of both networks."""
-    layers = params[CRITIC if critic.is_own else POLICY]
+    params: of both networks. Recorded routes are those of the policy's routers: layers of the
+    critic's own have their own routers, which choose."""
+    layers = params[POLICY]
+    if critic.is_own:
+        layers, batch = params[CRITIC], batch.replace(routes=None)
 
     def head(before_RMD: jax.Array, *_: jax.Array | float | None) -> jax.Array:
         return scalar_scores(params[CRITIC], before_RMD)

@@ -21,6 +21,7 @@ from tunix_lite.models.architecture import (
 from tunix_lite.models.family import (
     LENGTH,
     MOST,
+    ROPE_KEYS,
     YARN_KEYS,
     Family,
     as_number,
@@ -77,7 +78,7 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     for name, key in family.keys.items():
         part, _, inner = name.rpartition(".")
         # only some models of Gemma 4 have experts
-        if part == "experts" and "router" in family.optional and hf["num_experts"] is None:
+        if part == "experts" and not hf.get("enable_moe_block", True):
             continue
         kind = types[part][inner]
         kinds = get_args(kind) or (kind,)
@@ -287,14 +288,9 @@ def as_json(cfg: Architecture, family: Family) -> dict:
         of_global["rope_type"] = "proportional"
         of_global["partial_rotary_factor"] = cfg.global_rope_share
     if (scaling := cfg.rope_scaling) is not None:
-        of_global |= {"rope_type": "linear", "factor": scaling.factor}
-        if scaling.original_positions is not None:
-            of_global |= {
-                "rope_type": "llama3",
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                LENGTH: scaling.original_positions,
-            }
+        written = {ROPE_KEYS.get(n, n): x for n, x in vars(scaling).items() if x is not None}
+        kind = "linear" if scaling.original_positions is None else "llama3"
+        of_global |= {"rope_type": kind} | written
     if (yarn := cfg.yarn) is not None:
         written = {key: getattr(yarn, name) for name, key in YARN_KEYS.items()}
         # Only Ministral has query_growth, and only gpt-oss does not truncate.

@@ -8,6 +8,7 @@ Sources: arXiv:2505.09388 (Qwen 3), 2508.10925 (gpt-oss).
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import flax.struct
@@ -52,11 +53,9 @@ class Routed:
     ids: jax.Array  # the experts that have computed, [B, T, k] int32
     native: jax.Array  # those that the router chooses by itself, [B, T, k] int32
     load: jax.Array  # pairs of a token and one of its experts, by expert, [E] float32
-    prob_sum: (
-        jax.Array
-    )  # softmax of the logits over all experts, summed over tokens, [E] float32
+    # softmax of the logits over all experts, summed over tokens, [E] float32
+    prob_sum: jax.Array
     z_sum: jax.Array  # sum of the squared log-sum-exp of the logits, float32
-    num_tokens: jax.Array  # real tokens, float32
 
 
 # ---- the table of weights
@@ -68,21 +67,19 @@ def expert_weights(cfg: Architecture) -> dict[str, Weight]:
         return {}
     D = cfg.embed_dim
     E = sizes.count
-    inner = ("experts", "embed", "mlp")
     # A router in fewer bits would send tokens elsewhere than it did in training.
-    layer = {
-        "router": Weight((D, E), ("embed", "router"), is_exact=True),
-        "expert_gate": Weight((E, D, sizes.mlp_dim), inner),
-        "expert_up": Weight((E, D, sizes.mlp_dim), inner),
-        "expert_down": Weight((E, sizes.mlp_dim, D), ("experts", "mlp", "embed")),
-    }
+    layer = {"router": Weight((D, E), ("embed", "router"), is_exact=True)}
     if sizes.biases:
-        layer |= {
-            "router_bias": Weight((E,), ("router",), zeros, inputs=0, is_exact=True),
-            "expert_gate_bias": Weight((E, sizes.mlp_dim), inner[::2], zeros, inputs=0),
-            "expert_up_bias": Weight((E, sizes.mlp_dim), inner[::2], zeros, inputs=0),
-            "expert_down_bias": Weight((E, D), inner[:2], zeros, inputs=0),
-        }
+        layer["router_bias"] = Weight((E,), ("router",), zeros, inputs=0, is_exact=True)
+    outside, inside = (D, "embed"), (sizes.mlp_dim, "mlp")
+    for name in ("gate", "up", "down"):
+        ends = (inside, outside) if name == "down" else (outside, inside)
+        (inputs, of_inputs), (outputs, of_outputs) = ends
+        axes = ("experts", of_inputs, of_outputs)
+        layer[f"expert_{name}"] = Weight((E, inputs, outputs), axes)
+        if sizes.biases:
+            bias = Weight((E, outputs), ("experts", of_outputs), zeros, inputs=0)
+            layer[f"expert_{name}_bias"] = bias
     if sizes.router_norm:
         layer |= {
             "router_scale": Weight((D,), ("norm",), ones, inputs=0, is_exact=True),
@@ -197,7 +194,6 @@ def route(
         load=jnp.sum(is_chosen_BTE & is_real_BT1, axis=(0, 1), dtype=jnp.float32),
         prob_sum=jnp.sum(jnp.where(is_real_BT1, probs_BTE, 0), axis=(0, 1)),
         z_sum=jnp.sum(jnp.where(is_token_BT, z_BT, 0)),
-        num_tokens=jnp.sum(is_token_BT, dtype=jnp.float32),
     )
     return weights_BTk, routed
 
@@ -225,26 +221,16 @@ def _mixture(
     mesh = jax.sharding.get_abstract_mesh()
     tp = current_rules()["mlp"]
     tp = tp if tp == "tp" and mesh.shape[tp] > 1 else None
-    names = [f"expert_{name}{end}" for name in ("gate", "up", "down") for end in ("", "_bias")]
-    of_experts = {name: w[name] for name in names if name in w}
+    declared = {n: x for n, x in expert_weights(cfg).items() if x.axes[0] == "experts"}
+    of_experts = {name: w[name] for name in declared}
     if tp is not None:
         of_experts["expert_down"] = _in_parts(of_experts["expert_down"], mesh.shape[tp])
-    declared = expert_weights(cfg)
     specs = {name: _specs(leaf, declared[name], tp) for name, leaf in of_experts.items()}
     tokens = spec(("batch", "seq", "act_embed"), x_BTD.shape, mesh)
 
-    def on_a_device(
-        x_BTD: jax.Array, ids_BTk: jax.Array, weights_BTk: jax.Array, w: dict[str, Any]
-    ) -> jax.Array:
-        is_first = None if tp is None else jax.lax.axis_index(tp) == 0
-        flat = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk))
-        out_ND = _of_tokens(*flat, w, cfg, is_first)
-        out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
-        return out_ND.reshape(1, *x_BTD.shape)
-
     # Each device computes its own tokens, of each expert its own part of the inner width.
     on_devices = jax.shard_map(
-        on_a_device,
+        partial(_of_tokens, cfg=cfg, tp=tp, sum_dtype=sum_dtype),
         in_specs=(tokens, tokens, tokens, specs),
         out_specs=P(tp, *tokens),
         # with it, every loop would have to say over which axes its values vary
@@ -255,15 +241,19 @@ def _mixture(
 
 
 def _of_tokens(
-    x_ND: jax.Array,
-    ids_Nk: jax.Array,
-    weights_Nk: jax.Array,
+    x_BTD: jax.Array,
+    ids_BTk: jax.Array,
+    weights_BTk: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
-    is_first: jax.Array | None,
+    tp: str | None,
+    sum_dtype: DTypeLike,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, [N, D], float32 at least; of a part of their inner
-    width, the first one or another, if `is_first` is given."""
+    """The weighted sum of each token's experts, [1, B, T, D], on one device: of its part of their
+    inner width, if tp divides that."""
+    x_ND, ids_Nk, weights_Nk = (
+        x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk)
+    )
     E = cfg.experts.count
     groups = group(ids_Nk, E, block_of(ids_Nk.size, E))
     x_RD = to_rows(x_ND, groups.token, groups.row)
@@ -283,10 +273,13 @@ def _of_tokens(
     out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
     if cfg.experts.biases:
         bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
-        if is_first is not None:
-            bias_RD = jnp.where(is_first, bias_RD, 0)
+        if tp is not None:
+            # once for all parts
+            bias_RD = jnp.where(jax.lax.axis_index(tp) == 0, bias_RD, 0)
         out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
-    return from_rows(out_RD, groups.token, groups.row)
+    out_ND = from_rows(out_RD, groups.token, groups.row)
+    out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
+    return out_ND.reshape(1, *x_BTD.shape)
 
 
 def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:

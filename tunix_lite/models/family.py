@@ -114,20 +114,6 @@ PER_LAYER = {
     "per_layer_out": "per_layer_projection.weight",
     "per_layer_norm": "post_per_layer_input_norm.weight",
 }
-# Fields of Architecture, and what they are where all layers are of one shape.
-ONE_SHAPE = {
-    "global_head_dim": None,
-    "global_kv_heads": None,
-    "global_rope_share": 1.0,
-    "keys_as_values": False,
-    "value_norm": False,
-    "kv_readers": 0,
-    "wide_readers": False,
-    "per_layer_dim": 0,
-    "layer_scalar": False,
-}
-# The same where nothing of gpt-oss is there.
-NO_SINKS = {"out_bias": False, "attn_sinks": False}
 
 
 def as_number(value: object, key: str, kind: type) -> Any:
@@ -211,14 +197,8 @@ NTH_GLOBAL = ("sliding_window_pattern", "_sliding_window_pattern")
 
 def qwen3_moe_keys(hf: dict) -> dict:
     """A config.json of Qwen 3 MoE with the number of experts under the key of the published one:
-    transformers writes num_local_experts. Raises ValueError if they differ."""
-    counts = [hf[key] for key in ("num_experts", "num_local_experts") if key in hf]
-    if counts and counts[0] != counts[-1]:
-        raise ValueError(
-            f"num_experts={shown(counts[0])} and num_local_experts={shown(counts[-1])} are one "
-            "setting in two spellings; delete the one that does not hold"
-        )
-    return hf | {"num_experts": counts[0]} if counts else hf
+    transformers writes num_local_experts."""
+    return {"num_experts": hf["num_local_experts"]} | hf if "num_local_experts" in hf else hf
 
 
 def gemma4_keys(hf: dict) -> dict:
@@ -227,10 +207,7 @@ def gemma4_keys(hf: dict) -> dict:
 
     transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
-    if as_number(hf["enable_moe_block"], "enable_moe_block", bool):
-        as_number(hf["num_experts"], "num_experts", int)
-    else:
-        hf["num_experts"] = None
+    as_number(hf["enable_moe_block"], "enable_moe_block", bool)
     kinds = every_nth(6, *NTH_GLOBAL)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
         raise ValueError("layer_types: the last layer must be full_attention")
@@ -265,11 +242,6 @@ def gemma4_keys(hf: dict) -> dict:
         raise ValueError(
             f"use_bidirectional_attention={shown(both)} is not supported; null and 'vision' are"
         )
-    rows = hf.get("vocab_size_per_layer_input", 262_144)
-    if hf.get("hidden_size_per_layer_input") and rows != hf["vocab_size"]:
-        raise ValueError(
-            f"vocab_size_per_layer_input={shown(rows)} is not vocab_size={shown(hf['vocab_size'])}"
-        )
     return hf
 
 
@@ -284,7 +256,9 @@ class Family:
     name: str
     model_type: str  # in config.json
     architecture: str  # the class in transformers
-    flags: dict[str, Any]  # fields of Architecture that all its models share
+    # fields of Architecture that all its models share, where they are not its defaults, or where
+    # config.json may say otherwise
+    flags: dict[str, Any]
     # our name of a layer's weight -> the tensor's, within model.layers.<i>.
     names: dict[str, str]
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
@@ -305,7 +279,6 @@ class Family:
     # beginnings of the tensor names of such models, in place of our "model."
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
-    optional: frozenset[str] = frozenset()  # of names, those that not all models have
     # config.json -> the same, with what has several spellings in that of `keys`
     respelled: Callable[[dict], dict] = dict
     # fields of Experts that all its models share; a model of it without experts has none

@@ -66,8 +66,7 @@ def save_gguf(
         add[type(value)](key, value)
 
     # The header names all tensors before the first one is made.
-    weights = hf.in_order(cfg, family)
-    shapes = {hf_name: hf.hf_shape(weight) for hf_name, weight in weights.items()}
+    shapes = hf.in_order(cfg, family)
     names = gguf_names(family, cfg.num_layers)
     divisors = None
     if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is not None:

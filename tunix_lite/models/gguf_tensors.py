@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.basics.plain_text import escaped
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.family import TOP_NAMES, Family
 from tunix_lite.models.gguf_file import GgufTensor, import_gguf, open_gguf
 from tunix_lite.models.gguf_metadata import ROPE_DIVISORS, small_object
@@ -63,7 +64,8 @@ def has_turned_rows(family: Family, gguf_name: str) -> bool:
 
 def has_plus_one(family: Family, gguf_name: str) -> bool:
     """True for tensors that llama.cpp stores with 1 added."""
-    return bool(family.flags.get("norm_plus_one")) and gguf_name.endswith("norm.weight")
+    has = family.flags.get("norm_plus_one", Architecture.norm_plus_one)
+    return has and gguf_name.endswith("norm.weight")
 
 
 def rows_of_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 out; those of a GGUF file, too. The host never has more than one tensor beside what is on the
 devices."""
 
+import itertools
 import json
 import math
 import os
@@ -156,21 +157,17 @@ class Tensors:
         return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of a tensor. The file is open for this alone, so that its pages leave the memory."""
+        """Part of a tensor."""
         entry = self._entries[name]
         if not entry.packed:
-            with safe_open(str(entry.file), framework="np") as opened:
-                return opened.get_slice(entry.name)[index]
-
+            return entry.read(index)
         # The blocks that hold these inputs.
         experts, inputs, outputs = index
-        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
-        parts = []
-        for packed in entry.packed:
-            with safe_open(str(packed.file), framework="np") as opened:
-                parts.append(opened.get_slice(packed.name)[experts, outputs, first:last])
-        values = dequantised(*parts)[..., inputs.start - first * BLOCK :]
-        return values[..., : inputs.stop - inputs.start].swapaxes(1, 2)
+        blocks = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        parts = [packed.read((experts, outputs, blocks)) for packed in entry.packed]
+        first = blocks.start * BLOCK
+        values = dequantised(*parts)[..., inputs.start - first : inputs.stop - first]
+        return values.swapaxes(1, 2)
 
 
 def as_stored(family: Family, tensors: Tensors | GgufTensors) -> Family:
@@ -196,6 +193,11 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: str
     packed: tuple["_Entry", ...] = ()  # blocks and scales of MXFP4, which it is made of
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Part of it. The file is open for this alone, so that its pages leave the memory."""
+        with safe_open(str(self.file), framework="np") as opened:
+            return opened.get_slice(self.name)[index]
 
 
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -248,70 +250,82 @@ def hf_names(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The rows of a tensor on disk that are one weight: Phi has queries, keys and values in one
-    tensor."""
+class TensorPart:
+    """Rows of a tensor on disk that are one weight of a layer, or of one expert.
 
+    Example: the keys of Phi's third layer, with 4 query heads of 8 -> path "layers/k", place (2,),
+    rows slice(32, 48) of the tensor that has queries, keys and values.
+    """
+
+    name: str  # of the tensor
     path: str
-    # place in the leaf: the number of the layer in its stack, and of the expert if it has a tensor
+    # place in the leaf: the number of the layer in its stack, and of the expert
     place: tuple[int, ...]
     weight: Weight  # of one layer, or of one expert
     rows: slice
+    experts: int = 0  # which the tensor has in its first dim; 0: it has no such dim
+    by_turns: bool = False  # as in Family
+
+    @property
+    def expert(self) -> int:
+        """The number of the expert, or 0."""
+        return self.place[-1] if self.experts else 0
+
+    def matrix(self, tensor: np.ndarray) -> np.ndarray:
+        """The view [outputs, ...] of a whole tensor that has the rows."""
+        if not self.experts:
+            return tensor
+        return tensor[self.expert].T if self.by_turns else tensor[self.expert]
 
 
-def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[TensorPart]] = {}
     for path, weight in flatten(decoder.weights(cfg)).items():
         one = unstacked(weight)
+        count = one.shape[0] if one.axes[0] == "experts" else 0
+        if count:
+            one = replace(one, shape=one.shape[1:], axes=one.axes[1:])
         for i, name in enumerate(hf_names(path, cfg, family)):
-            place, of_name = ((i,) if weight.is_stacked else ()), one
-            if _EXPERT.search(name):
-                place, of_name = divmod(i, cfg.experts.count), of_one_expert(one)
+            places = [(i,) if weight.is_stacked else ()]
+            has_one = bool(_EXPERT.search(name))
+            if count:
+                places = [divmod(i, count)] if has_one else [(i, e) for e in range(count)]
             # parts come in the order of the table, which is that of the rows on disk
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
-            rows = slice(first, first + hf_shape(of_one_expert(of_name))[0])
-            before.append(_Part(path, place, of_name, rows))
+            rows = slice(first, first + hf_shape(one)[0])
+            before += [
+                TensorPart(
+                    name,
+                    path,
+                    place,
+                    one,
+                    rows,
+                    experts=0 if has_one else count,
+                    by_turns=family.by_turns,
+                )
+                for place in places
+            ]
     if not family.by_turns:
         return parts
     # gate and up have every other row
-    for name, both in parts.items():
-        turns = [slice(i, both[-1].rows.stop, len(both)) for i in range(len(both))]
-        parts[name] = [replace(part, rows=rows) for part, rows in zip(both, turns)]
+    for name, those in parts.items():
+        paths = list(dict.fromkeys(part.path for part in those))
+        turns = {x: slice(i, those[-1].rows.stop, len(paths)) for i, x in enumerate(paths)}
+        parts[name] = [replace(part, rows=turns[part.path]) for part in those]
     return parts
 
 
-def is_of_experts(weight: Weight) -> bool:
-    """Whether a weight of one layer has a matrix or a bias for each expert."""
-    return weight.axes[0] == "experts" and len(weight.axes) > 1
-
-
-def of_one_expert(weight: Weight) -> Weight:
-    """The matrix or bias of one expert of such a weight; another weight is returned unchanged."""
-    if not is_of_experts(weight):
-        return weight
-    shape, axes = weight.shape[1:], weight.axes[1:]
-    return replace(weight, shape=shape, axes=axes, inputs=len(axes) - 1)
-
-
-def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """Every tensor of the model, by its name on disk; several weights in one count as one."""
-    whole = {}
+def hf_shapes(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model, by its name on disk."""
+    shapes = {}
     for name, parts in hf_parts(cfg, family).items():
-        weight = parts[0].weight
-        if len(parts) > 1:
-            # experts, if they are a dim of it, and inputs, if it is no bias
-            others = (
-                weight.shape[: is_of_experts(weight)] + hf_shape(of_one_expert(weight))[1:]
-            )
-            shape = (*others, parts[-1].rows.stop)
-            weight = Weight(shape, weight.axes[: len(shape)])
-        if family.by_turns and is_of_experts(weight) and len(weight.shape) == 3:
-            experts, inputs, outputs = weight.shape
-            weight = replace(weight, shape=(experts, outputs, inputs))
-        whole[name] = weight
-    return whole
+        shape = (parts[-1].rows.stop, *hf_shape(parts[0].weight)[1:])
+        if count := parts[0].experts:
+            shape = (count, *(shape[::-1] if family.by_turns else shape))
+        shapes[name] = shape
+    return shapes
 
 
 def _is_score(weight: Weight) -> bool:
@@ -321,12 +335,9 @@ def _is_score(weight: Weight) -> bool:
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
     """The shape on disk: projections [outputs, inputs]; biases flat; tables [V, D]; convolutions
-    [outputs, 1, taps]; of experts in one tensor, the same for each of them; the head of a reward
-    model [1, D]."""
+    [outputs, 1, taps]; the head of a reward model [1, D]."""
     if _is_score(weight):
         return 1, *weight.shape
-    if is_of_experts(weight):
-        return weight.shape[0], *hf_shape(of_one_expert(weight))
     if weight.axes[-1] == "taps":
         return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
@@ -398,25 +409,23 @@ def _read_slice(
     return tensors.read(name, index).reshape(shape)
 
 
-@dataclass(frozen=True)
-class _OfExpert:
-    """Some rows of one expert, in a tensor with all of a layer, as if they were a tensor."""
+def _read_part(
+    tensors: Tensors | GgufTensors, part: TensorPart, index: tuple[slice, ...]
+) -> np.ndarray:
+    """part.weight[index], out of its tensor."""
+    first, step = part.rows.start, part.rows.step or 1
+    if not part.experts:
+        return _read_slice(tensors, part.name, part.weight, index, first)
 
-    tensors: Tensors
-    number: int
-    rows: slice
-    by_turns: bool  # as in Family
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of the matrix [outputs, inputs], or of the bias."""
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
-        first, step = self.rows.start, self.rows.step or 1
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
-        dims = [*inputs, rows] if self.by_turns else [rows, *inputs]
-        one = slice(self.number, self.number + 1)
-        part = self.tensors.read(name, (one, *dims))[0]
-        return (part.T if self.by_turns else part)[::step]
+        dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
+        one = tensors.read(name, (slice(part.expert, part.expert + 1), *dims))[0]
+        return (one.T if part.by_turns else one)[::step]
+
+    return _read_slice(SimpleNamespace(read=read), part.name, part.weight, index)
 
 
 # ---- in
@@ -432,7 +441,7 @@ def check_weights(
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
     names = set(tensors)
-    wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
+    wanted = hf_shapes(cfg, family)
 
     # A head that gives numbers begins at zero where the folder has none, and needs no logits.
     if cfg.output != "logits":
@@ -502,10 +511,15 @@ def load_params(
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
+    # a folder may hold the table of a tied model twice
+    if cfg.tied and TOP_NAMES["head"] in tensors:
+        _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
     plain = flatten(decoder.weights(cfg))
-    parts = hf_parts(cfg, family)
-    num_bytes = {name: tensors.num_bytes(name) for name in parts if name in tensors}
-    rows_of = {(x.path, name): x.rows for name in parts for x in parts[name]}
+    by_name = hf_parts(cfg, family)
+    num_bytes = {name: tensors.num_bytes(name) for name in by_name if name in tensors}
+    parts_of: dict[str, list[TensorPart]] = {path: [] for path in plain}
+    for part in itertools.chain(*by_name.values()):
+        parts_of[part.path].append(part)
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -524,21 +538,15 @@ def load_params(
                 )
 
             stack = jax.jit(make, out_shardings=shardings(leaf))()
-        all_names = hf_names(path, cfg, family)
+        parts = parts_of[path]
         # of each layer, one or those of its experts
-        count = cfg.experts.count if _EXPERT.search(all_names[0]) else 1
-        for i in range(len(all_names) // count):
-            names = all_names[i * count : (i + 1) * count]
-            # a folder may hold the table of a tied model twice
-            head = TOP_NAMES["head"]
-            is_twice = cfg.tied and names == [TOP_NAMES["embed"]] and head in tensors
-            copy = head if is_twice else None
-            rows = rows_of[path, names[0]]
+        count = len(parts) // (weight.shape[0] if weight.is_stacked else 1)
+        for i in range(0, len(parts), count):
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, names, unstacked(weight), copy, rows, family.by_turns),
-                jnp.int32(i),
+                _piece(tensors, parts[i : i + count], unstacked(weight)),
+                jnp.int32(i // count),
                 leaf,
                 unstacked(weight).num_counted + weight.inputs,
                 to,
@@ -546,7 +554,9 @@ def load_params(
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
             # A tensor of several weights counts once.
-            num_read += sum(num_bytes[name] for name in names) if rows.start == 0 else 0
+            if parts[i].rows.start == 0:
+                names = {part.name for part in parts[i : i + count]}
+                num_read += sum(num_bytes[name] for name in names)
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -554,36 +564,21 @@ def load_params(
 
 
 def _piece(
-    tensors: Tensors | GgufTensors,
-    names: list[str],
-    weight: Weight,
-    copy: str | None,
-    rows: slice,
-    by_turns: bool,
+    tensors: Tensors | GgufTensors, parts: list[TensorPart], weight: Weight
 ) -> jax.Array:
-    """These rows of one tensor, or the tensors of all experts of a layer, on the mesh in the stored
-    dtype; compared with a copy. by_turns: as in Family."""
+    """A weight of one layer on the mesh, in the stored dtype. parts: it, or its experts."""
     read = {}
-
-    def experts(index: tuple[slice, ...]) -> np.ndarray:
-        one = of_one_expert(weight)
-        numbers = range(*index[0].indices(weight.shape[0]))
-        if _EXPERT.search(names[0]):
-            return np.stack([_read_slice(tensors, names[n], one, index[1:]) for n in numbers])
-        views = (_OfExpert(tensors, n, rows, by_turns) for n in numbers)
-        return np.stack([_read_slice(view, names[0], one, index[1:]) for view in views])
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         # devices that hold the same part ask for it one after the other
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
-            if is_of_experts(weight):
-                read[key] = experts(index)
+            if weight.axes[0] == "experts":
+                of_experts = [_read_part(tensors, one, index[1:]) for one in parts[index[0]]]
+                read[key] = np.stack(of_experts)
             else:
-                read[key] = _read_slice(tensors, names[0], weight, index, rows.start)
-            if copy is not None:
-                _check_copy(tensors, names[0], copy, weight.shape, index)
+                read[key] = _read_part(tensors, parts[0], index)
         return read[key]
 
     piece = jax.make_array_from_callback(
@@ -593,19 +588,13 @@ def _piece(
     return jax.block_until_ready(piece)
 
 
-def _check_copy(
-    tensors: Tensors | GgufTensors,
-    name: str,
-    other: str,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
-) -> None:
-    """Raises ValueError if this slice of the two tensors, [V, D], differs."""
-    first, last, _ = index[0].indices(shape[0])
+def _check_copy(tensors: Tensors | GgufTensors, name: str, other: str) -> None:
+    """Raises ValueError if the two tensors, [V, D], differ."""
+    count, width = tensors.shape(name)
     # a table in float32 twice might not fit beside what is loaded
-    num_rows = max(1, AT_ONCE // (8 * shape[1]))
-    for start in range(first, last, num_rows):
-        rows = (slice(start, min(start + num_rows, last)), index[1])
+    num_rows = max(1, AT_ONCE // (8 * width))
+    for start in range(0, count, num_rows):
+        rows = (slice(start, min(start + num_rows, count)), slice(0, width))
         one, two = (tensors.read(x, rows).astype(np.float32) for x in (name, other))
         if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
@@ -654,20 +643,20 @@ def save_params(
 
     dtype: BF16, F16 or F32, or a dict of them by tensor name. on_bytes: is called after each file.
     """
-    as_written = in_order(cfg, family)
-    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in as_written}
+    shapes = in_order(cfg, family)
+    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in shapes}
     tensor = tensors_of(params, cfg, family)
     sizes = {
-        name: int(np.prod(weight.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
-        for name, weight in as_written.items()
+        name: math.prod(shape) * jnp.dtype(DTYPES[types[name]]).itemsize
+        for name, shape in shapes.items()
     }
     write_shards(
         Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
     )
 
 
-def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """`hf_weights` as readers expect them: the embedding, the layers by number, the rest."""
+def in_order(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
+    """`hf_shapes` as readers expect them: the embedding, the layers by number, the rest."""
 
     def place(name: str) -> tuple[int, int]:
         parts = name.split(".")
@@ -676,8 +665,8 @@ def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
 
-    named = hf_weights(cfg, family)
-    return {name: named[name] for name in sorted(named, key=place)}
+    shapes = hf_shapes(cfg, family)
+    return {name: shapes[name] for name in sorted(shapes, key=place)}
 
 
 def tensors_of(
@@ -687,30 +676,17 @@ def tensors_of(
     weight."""
     leaves = flatten(params)
     parts_of = hf_parts(cfg, family)
-
-    def values(path: str, place: tuple[int, ...], weight: Weight, dtype: str) -> np.ndarray:
-        if is_of_experts(weight):
-            one = of_one_expert(weight)
-            numbers = range(weight.shape[0])
-            return np.stack([values(path, (*place, n), one, dtype) for n in numbers])
-        leaf = jax.tree.map(lambda x: x[place], leaves[path])
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, weight.inputs, jnp.float32)
-        return to_hf(np.asarray(value.astype(DTYPES[dtype])), weight)
+    shapes = hf_shapes(cfg, family)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        parts = parts_of[name]
-        rows = [values(part.path, part.place, part.weight, dtype) for part in parts]
-        # the dim of the rows
-        dim = int(is_of_experts(parts[0].weight))
-        step = parts[0].rows.step or 1
-        if step > 1:
-            whole = np.stack(rows, axis=dim + 1).reshape(len(rows[0]), -1, *rows[0].shape[2:])
-        else:
-            whole = np.concatenate(rows, axis=dim) if rows[1:] else rows[0]
-        if family.by_turns and dim and whole.ndim == 3:
-            whole = whole.swapaxes(1, 2)
-        return np.ascontiguousarray(whole)
+        whole = np.empty(shapes[name], DTYPES[dtype])
+        for part in parts_of[name]:
+            leaf = jax.tree.map(lambda x, at=part.place: x[at], leaves[part.path])
+            # In float32 first, so that the sum of a base and its adapter is rounded once.
+            value = dense(leaf, part.weight.inputs, jnp.float32)
+            rows = to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
+            part.matrix(whole)[part.rows] = rows
+        return whole
 
     return tensor
 

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
@@ -14,9 +15,9 @@ from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.family import Family
+from tunix_lite.models.family import FUSED_EXPERTS, PER_EXPERT, Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.weights import flatten, unstacked
+from tunix_lite.models.weights import adapter_pair, flatten
 from tunix_lite.parallel.mesh import put
 
 # Wider than any matrix that an adapter is for.
@@ -27,6 +28,8 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 # PEFT puts it before the name of a module.
 _PREFIX = "base_model.model."
+# In a router of transformers this is a parameter without a module, as are the experts' matrices.
+_ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")
 # Keys of adapter_config.json that are read, or that change nothing about finished adapters. Any
 # other key with a value that is not empty, or not one of ALLOWED, asks for something that is not
 # supported.
@@ -34,7 +37,8 @@ _HARMLESS = set(
     """
     auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode
     layers_pattern loftq_config lora_alpha lora_dropout megatron_core peft_type peft_version
-    qalora_group_size r revision runtime_config target_modules task_type use_rslora
+    qalora_group_size r revision runtime_config target_modules target_parameters task_type
+    use_rslora
     """.split()  # noqa: SIM905
 )
 ALLOWED = {
@@ -67,7 +71,8 @@ def read_adapter_config(
         header = hf.header(folder / TENSORS)
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
-    entries = {_without_wrapper(name, family): entry for name, entry in header.items()}
+    family = _as_peft(family)
+    entries = _by_own_names(header, family, folder)
 
     # The settings may repeat what the folder says, but not contradict it.
     if lora.rank not in (0, rank):
@@ -109,13 +114,10 @@ def read_adapter_config(
 
     own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
     wanted = {}
-    for name, weight in hf.hf_weights(cfg, family).items():
-        if name.removesuffix(".weight") in present:
-            num_outputs, num_inputs = hf.hf_shape(weight)
-            wanted |= {
-                _side(name, "a"): (rank, num_inputs),
-                _side(name, "b"): (num_outputs, rank),
-            }
+    for name, parts in _adapted(cfg, family, own_lora)[0].items():
+        all_ranks = rank * max(1, parts[0].experts)
+        wanted[_side(name, "a")] = all_ranks, hf.hf_shape(parts[0].weight)[1]
+        wanted[_side(name, "b")] = parts[-1].rows.stop, all_ranks
     if problems := hf.misfits(wanted, entries):
         raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
     return own_lora
@@ -164,8 +166,7 @@ def load_adapters(
     lora: LoraConfig,
 ) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
-    read = hf.read_tensors(folder / TENSORS)
-    tensors = {_without_wrapper(name, family): value for name, value in read.items()}
+    tensors = _by_own_names(hf.read_tensors(folder / TENSORS), family, folder)
     return from_tensors(tensors, cfg, family, lora)
 
 
@@ -175,20 +176,27 @@ def from_tensors(
     family: Family,
     lora: LoraConfig,
 ) -> Params:
-    """The adapters of these tensors, which have PEFT's names, in float32 on the current mesh."""
+    """The adapters of these tensors, which have the names of `to_tensors`, in float32 on the
+    current mesh."""
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
-    for name, parts in hf.hf_parts(cfg, family).items():
-        for part in (part for part in parts if f"{part.path}/a" in pairs):
-            # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
-            for side, rows in (("a", slice(None)), ("b", part.rows)):
-                path = f"{part.path}/{side}"
-                tensor = np.asarray(tensors[_side(name, side)][rows], np.float32)
-                of_layers[path].append(hf.from_hf(tensor, unstacked(pairs[path])))
+    # by path, and by place in the leaf
+    values: dict[str, dict[tuple[int, ...], np.ndarray]] = {path: {} for path in pairs}
+    for name, parts in _adapted(cfg, family, lora)[0].items():
+        both = (np.asarray(tensors[_side(name, side)], np.float32) for side in "ab")
+        a_ERI, b_ORE = _of_experts(*both, parts[0].experts)
+        # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
+        for part in parts:
+            if f"{part.path}/a" not in pairs:
+                continue
+            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
+            value_a = hf.from_hf(a_ERI[part.expert], weight_a)
+            value_b = hf.from_hf(b_ORE[part.rows, :, part.expert], weight_b)
+            values[f"{part.path}/a"][part.place] = value_a
+            values[f"{part.path}/b"][part.place] = value_b
     loaded = {}
     for path, weight in pairs.items():
-        # parts come layer by layer
-        value = np.stack(of_layers[path]) if weight.is_stacked else of_layers[path][0]
+        # parts come layer by layer, and there expert by expert
+        value = np.stack(list(values[path].values())).reshape(weight.shape)
         loaded[path] = put(value, *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")
 
@@ -199,34 +207,30 @@ def to_tensors(
     family: Family,
     lora: LoraConfig,
 ) -> dict[str, np.ndarray]:
-    """The tensors of adapters by PEFT's names, float32: lora_A [R, inputs], lora_B [outputs, R].
-    Raises ValueError for adapters of experts."""
-    # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
-    # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
-    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    if of_experts := [path for path, w in pairs.items() if hf.is_of_experts(unstacked(w))]:
-        raise ValueError(
-            f"{of_experts[0]}: adapters of experts are not written in PEFT's format; export "
-            "kind=merged writes the model with them"
-        )
+    """The tensors of adapters by the names of their base, as `_side` makes them, float32: lora_A
+    [R, inputs], lora_B [outputs, R]. Where a tensor has E experts, they are [E * R, inputs] and
+    [outputs, R * E]: PEFT counts the expert first in A, and last in B."""
     values = {path: np.asarray(x, np.float32) for path, x in flatten(adapters).items()}
-    adapted = {}
-    for name, parts in hf.hf_parts(cfg, family).items():
-        if own := [part for part in parts if f"{part.path}/a" in pairs]:
-            adapted[name] = own, parts[-1].rows.stop
-    most = max(len(own) for own, _ in adapted.values())
-    rank = most * lora.rank
+    adapted, rank = _adapted(cfg, family, lora)
     tensors = {}
-    for name, (own, num_outputs) in adapted.items():
+    for name, parts in adapted.items():
         # zeros where a weight has no adapter: they add nothing
-        a = np.zeros((rank, hf.hf_shape(own[0].weight)[1]), np.float32)
-        b = np.zeros((num_outputs, rank), np.float32)
-        for i, part in enumerate(own):
-            columns = slice(i * lora.rank, (i + 1) * lora.rank)
-            for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
-                path = f"{part.path}/{side}"
-                place[:] = hf.to_hf(values[path][part.place], unstacked(pairs[path]))
-        tensors |= {_side(name, "a"): a, _side(name, "b"): b}
+        all_ranks = rank * max(1, parts[0].experts)
+        a = np.zeros((all_ranks, hf.hf_shape(parts[0].weight)[1]), np.float32)
+        b = np.zeros((parts[-1].rows.stop, all_ranks), np.float32)
+        a_ERI, b_ORE = _of_experts(a, b, parts[0].experts)
+        own = [part for part in parts if f"{part.path}/a" in values]
+        paths = list(dict.fromkeys(part.path for part in own))
+        for part in own:
+            first = paths.index(part.path) * lora.rank
+            columns = slice(first, first + lora.rank)
+            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
+            value_a = values[f"{part.path}/a"][part.place]
+            value_b = values[f"{part.path}/b"][part.place]
+            a_ERI[part.expert, columns] = hf.to_hf(value_a, weight_a)
+            b_ORE[part.rows, columns, part.expert] = hf.to_hf(value_b, weight_b)
+        tensors[_side(name, "a")] = a
+        tensors[_side(name, "b")] = b
     return tensors
 
 
@@ -241,37 +245,77 @@ def save_adapters(
 ) -> None:
     """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`. is_wrapped:
     ours is the text part of a larger model, and the modules get the names that they have there."""
+    adapted, rank = _adapted(cfg, family, lora)
+    # Matrices of experts and of most routers are parameters in transformers, and no modules.
+    parameters = {x for x in adapted if not x.endswith(".weight") or x.endswith(_ROUTERS)}
+    modules = {name.removesuffix(".weight") for name in adapted.keys() - parameters}
+    has_both = len({x.rsplit(".", 1)[1] for x in parameters if ".experts." in x}) > 1
+
+    def in_wrapper(name: str) -> str:
+        return name.replace("model.", "model.language_model.", 1) if is_wrapped else name
+
+    def targets(names: set[str], num_last: int) -> list[str]:
+        # All layers have them, so their last names are enough. In a larger model the names are in
+        # full, because its vision tower has a q_proj, too.
+        if is_wrapped:
+            return sorted(map(in_wrapper, names))
+        return sorted({".".join(name.split(".")[-num_last:]) for name in names})
+
+    def in_file(name: str) -> str:
+        # The module of experts is wrapped once for each parameter, for down_proj last.
+        inner = ".experts.base_layer." if has_both else ".experts."
+        name = name.removeprefix(_PREFIX).replace(".experts.gate_up_proj.", inner)
+        return _PREFIX + in_wrapper(name.replace(".experts.down_proj.", ".experts."))
+
     tensors = to_tensors(adapters, cfg, family, lora)
-    modules = set(map(module_of, tensors))
-    # Where a tensor holds several weights, its adapter is wider: the scale stays.
-    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
-
-    # All layers have these modules, so their last names are enough. In a larger model the names
-    # are in full, because its vision tower has a q_proj, too.
-    targets = sorted({name.rsplit(".", 1)[1] for name in modules})
-    if is_wrapped:
-
-        def in_wrapper(module: str) -> str:
-            return module.replace("model.", "model.language_model.", 1)
-
-        tensors = {
-            _PREFIX + in_wrapper(name.removeprefix(_PREFIX)): value
-            for name, value in tensors.items()
-        }
-        targets = sorted(map(in_wrapper, modules))
-    hf.write_tensors(folder / TENSORS, tensors)
+    hf.write_tensors(folder / TENSORS, {in_file(name): x for name, x in tensors.items()})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
+        # Where a tensor holds several weights, its adapter is wider: the scale stays.
         "lora_alpha": rank // lora.rank * lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": targets,
+        # PEFT has none of parameters
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "target_modules": targets(modules, 1),
+        "target_parameters": targets(parameters, 2) or None,
         "bias": "none",
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _adapted(
+    cfg: Architecture, family: Family, lora: LoraConfig
+) -> tuple[dict[str, list[hf.TensorPart]], int]:
+    """The weights in every tensor that has adapters, and the rank of all: where a tensor holds
+    several weights, its one adapter has their pairs side by side."""
+    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
+    adapted = {
+        name: parts
+        for name, parts in hf.hf_parts(cfg, _as_peft(family)).items()
+        if any(f"{part.path}/a" in pairs for part in parts)
+    }
+    shared = (
+        {part.path for part in parts if f"{part.path}/a" in pairs}
+        for parts in adapted.values()
+    )
+    return adapted, max(map(len, shared)) * lora.rank
+
+
+def _as_peft(family: Family) -> Family:
+    """The family with the experts of a layer in one tensor, as transformers has them, whatever is
+    published."""
+    if PER_EXPERT.items() <= family.names.items():
+        return replace(family, names=family.names | FUSED_EXPERTS)
+    return family
+
+
+def _of_experts(a: np.ndarray, b: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """The views [E, R, inputs] and [outputs, R, E] of both sides; E is 1 where there are none."""
+    num = max(1, num)
+    return a.reshape(num, -1, a.shape[1]), b.reshape(len(b), -1, num)
 
 
 def _side(name: str, side: str) -> str:
@@ -284,10 +328,20 @@ def module_of(name: str) -> str:
     return name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
 
 
-def _without_wrapper(name: str, family: Family) -> str:
-    """The name that a tensor of an adapter has if ours is the whole model."""
-    rest = name.removeprefix(_PREFIX)
-    for prefix in family.prefixes:
-        if rest.startswith(prefix):
-            return f"{_PREFIX}model.{rest.removeprefix(prefix)}"
-    return name
+def _by_own_names(entries: dict[str, Any], family: Family, folder: Path) -> dict[str, Any]:
+    """The entries by the names that `to_tensors` gives them, as if ours were the whole model."""
+    own = {}
+    has_both = any(".experts.base_layer." in name for name in entries)
+    is_down = has_both or "down_proj" in str(
+        read_object(folder / CONFIG).get("target_parameters")
+    )
+    outer = ".experts.down_proj.lora_" if is_down else ".experts.gate_up_proj.lora_"
+    for name, entry in entries.items():
+        rest = name.removeprefix(_PREFIX)
+        for prefix in family.prefixes:
+            if rest.startswith(prefix):
+                name = f"{_PREFIX}model.{rest.removeprefix(prefix)}"
+                break
+        name = name.replace(".experts.lora_", outer)
+        own[name.replace(".experts.base_layer.", ".experts.gate_up_proj.")] = entry
+    return own
