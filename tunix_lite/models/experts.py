@@ -269,7 +269,7 @@ def _of_tokens(
     x_RD = to_rows(x_ND, groups.token, groups.row)
     weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
     # Rows that only fill up their block count zero, and so do their gradients.
-    weights_R1 = jnp.where(groups.pair[:, None] < ids_Nk.size, weights_R1, 0)
+    weights_R1 = jnp.where(groups.is_pair, weights_R1, 0)
 
     def multiplied(name: str) -> jax.Array:
         out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)

@@ -31,9 +31,12 @@ class ExpertGroups:
     first: jax.Array  # the first block of each expert, [E]
     count: jax.Array  # blocks of each expert, [E]
     expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
-    touched: jax.Array  # the experts that have rows, in order, and then the others, [E]
-    num_touched: jax.Array
     block: int = flax.struct.field(pytree_node=False)  # rows of a block
+
+    @property
+    def is_pair(self) -> jax.Array:
+        """Whether a row has a pair, [R, 1]."""
+        return self.pair[:, None] < self.row.size
 
     @property
     def token(self) -> jax.Array:
@@ -63,7 +66,8 @@ class ExpertGroups:
         # A product, as the gradient of a gather is a scatter, which adds in any order.
         highest = jax.lax.Precision.HIGHEST
         of_blocks = jnp.matmul(is_expert.astype(bias_EC.dtype), bias_EC, precision=highest)
-        return jnp.repeat(of_blocks, self.block, axis=0)
+        # Of other rows nothing may reach the gradient.
+        return jnp.where(self.is_pair, jnp.repeat(of_blocks, self.block, axis=0), 0)
 
 
 def expected_touched(experts: int, tokens: int, per_token: int) -> float:
@@ -112,8 +116,6 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
         first=first,
         count=count,
         expert=expert[:, 0],
-        touched=jnp.argsort(size == 0, stable=True),
-        num_touched=jnp.sum(size > 0),
         block=block,
     )
 
