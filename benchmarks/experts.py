@@ -87,7 +87,8 @@ def count(target: str, cfg: Architecture, N: int) -> None:
             least_kernels = products * blocks
             started = sum(one.times for one in ours)
             print(f"{target}, {N} tokens, {name}: {flops / 1e9:,.1f} GFLOP, {flops / least_flops:.2f} of the least")
-            print(f"  {moved / 1e9:.2f} GB, {moved / least_bytes:.2f}; {started} kernels, {started / least_kernels:.2f}")
+            print(f"  {moved / 1e9:.2f} GB, {moved / least_bytes:.2f}; {started} kernels,", end="")
+            print(f" {started / least_kernels:.2f}")
             ridge = chip.peak_flops / chip.memory_bandwidth
             print(f"  {flops / moved:.0f} FLOPs a byte, where {ridge:.0f} would take as long as the bytes", end="")
             print(f"; the rest of the layer: {sum(one.times for one in rest)} kernels, {bytes_of(rest) / 1e9:.2f} GB")

@@ -119,7 +119,8 @@ def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Ar
 
     # A block without an expert turns no loop.
     last = len(first) - 1
-    turns = jnp.where(number < first[last] + count[last], rows_RA.shape[1] // at_once, 0)
+    is_of_one = (number < first[last] + count[last]).astype(jnp.int32)
+    turns = is_of_one * (rows_RA.shape[1] // at_once)
     total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 
