@@ -4,8 +4,9 @@ dense feed-forward of the same FLOPs: forward, and with gradients.
 python -m benchmarks.experts [--tokens 2048] [--experts 64] [--per-token 8] [--width 512] [--inner 256] [--block 64]
 
 `--compile h100 v5e-1` times nothing. It compiles the mixture in bfloat16 for devices that need not be there, and counts
-what its products do, each of them beside the least that it could do: FLOPs of pairs, no row filled up; reached experts'
-weights once, pairs once in and out; on a GPU one kernel a product, on a TPU one a block.
+what its products do, beside the least that they could do: FLOPs of pairs, no block filled up; weights of reached experts
+once, and pairs once in and out; on a GPU a kernel for each product, on a TPU one for each block, and one for each matrix
+that several blocks share.
 """
 
 import argparse
@@ -83,8 +84,9 @@ def count(target: str, cfg: Architecture, N: int) -> None:
             least_bytes = products * pairs * (D + F) * 2 + (6 if has_gradients else 3) * reached * D * F * 2
             least_bytes += 3 * E * D * F * 4 if has_gradients else 0
             flops, moved = sum(one.times * one.flops for one in ours), bytes_of(ours)
-            blocks = 1 if chip.platform == "cuda" else max(reached, pairs / groups.block_of(pairs, E))
-            least_kernels = products * blocks
+            blocks = pairs / groups.block_of(pairs, E)
+            of_product = reached + blocks if blocks > reached else reached
+            least_kernels = products * (1 if chip.platform == "cuda" else of_product)
             started = sum(one.times for one in ours)
             print(f"{target}, {N} tokens, {name}: {flops / 1e9:,.1f} GFLOP, {flops / least_flops:.2f} of the least")
             print(f"  {moved / 1e9:.2f} GB, {moved / least_bytes:.2f}; {started} kernels,", end="")

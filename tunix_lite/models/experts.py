@@ -126,8 +126,8 @@ def feed_forward(
     weights_BTk, routed = route(read_BTD, w, cfg, routes_BTk, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
-    sum_dtype = products.tp_reduce_dtype
-    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, sum_dtype)
+    settings = products.tp_reduce_dtype, products.tokamax
+    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, *settings)
 
     if sizes.shared_dim:
         opened = jax.nn.sigmoid(wide(project(normed_BTD, w["shared_open"])))
@@ -219,6 +219,7 @@ def _mixture(
     w: dict[str, Any],
     cfg: Architecture,
     sum_dtype: DTypeLike,
+    tokamax: bool,
 ) -> jax.Array:
     """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert. sum_dtype: of
     the parts of tp, as weights.project takes it."""
@@ -238,7 +239,7 @@ def _mixture(
     ) -> jax.Array:
         is_first = None if tp is None else jax.lax.axis_index(tp) == 0
         flat = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk))
-        out_ND = _of_tokens(*flat, w, cfg, is_first)
+        out_ND = _of_tokens(*flat, w, cfg, is_first, tokamax)
         out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
         return out_ND.reshape(1, *x_BTD.shape)
 
@@ -261,11 +262,12 @@ def _of_tokens(
     w: dict[str, Any],
     cfg: Architecture,
     is_first: jax.Array | None,
+    tokamax: bool,
 ) -> jax.Array:
     """The weighted sum of each token's experts, [N, D], float32 at least; of a part of their inner
     width, the first one or another, if `is_first` is given."""
     E = cfg.experts.count
-    groups = group(ids_Nk, E, block_of(ids_Nk.size, E))
+    groups = group(ids_Nk, E, block_of(ids_Nk.size, E)).replace(tokamax=tokamax)
     x_RD = to_rows(x_ND, groups.token, groups.row)
     weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
     # Rows that only fill up their block count zero, and so do their gradients.

@@ -9,6 +9,7 @@ for each turn, so there kernels do the same (models/grouped_kernels.py)."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -84,16 +85,14 @@ def _by_expert(
             )
 
     def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
         whole = weight
-        if is_quantized(weight) and not isinstance(weight, Int8):
+        if is_quantized(weight) and (groups.tokamax or not isinstance(weight, Int8)):
             whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
         stored_bytes = sum(x.nbytes for x in jax.tree.leaves(whole)) / len(groups.first)
         rows = groups.expected_rows
         read = rows * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
         with _expected(flops=2 * rows * A * C, read=read):
-            return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
+            return _kernels(groups).multiply(rows_RA, whole, groups, is_transposed)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
 
@@ -127,7 +126,7 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
     A = rows_RA.shape[1]
     C = g_RC.shape[1]
 
-    def of_expert(expert: jax.Array) -> jax.Array:
+    def of_expert(expert: jax.Array, out_EAC: jax.Array) -> jax.Array:
         # Block after block, so that the order of the sum is that of the rows.
         def of_block(j: jax.Array, total_AC: jax.Array) -> jax.Array:
             rows, g = (
@@ -137,17 +136,17 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
             columns = unfused_on_cpu(rows.T)
             return total_AC + jnp.matmul(columns, g, preferred_element_type=dtype)
 
-        return _over_blocks(groups, expert, of_block, jnp.zeros((A, C), dtype))
+        total_AC = _over_blocks(groups, expert, of_block, jnp.zeros((A, C), dtype))
+        return jax.lax.dynamic_update_index_in_dim(out_EAC, total_AC, expert, 0)
 
     def by_loops() -> jax.Array:
-        return jax.lax.map(of_expert, jnp.arange(len(groups.first)))
+        E = len(groups.first)
+        return jax.lax.fori_loop(0, E, of_expert, jax.lax.empty((E, A, C), dtype))
 
     def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
         rows = groups.expected_rows
         with _expected(flops=2 * rows * A * C, read=rows * (A + C) * rows_RA.dtype.itemsize):
-            return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
+            return _kernels(groups).weight_gradient(rows_RA, g_RC, groups, dtype)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
 
@@ -165,6 +164,16 @@ def _on_platform(
     if rows.dtype.itemsize > 4 or any(size % FEWEST for size in sizes):
         return by_loops()
     return jax.lax.platform_dependent(cuda=by_kernel, default=by_loops)
+
+
+def _kernels(groups: ExpertGroups) -> ModuleType:
+    if groups.tokamax:
+        from tunix_lite.models import grouped_tokamax
+
+        return grouped_tokamax
+    from tunix_lite.models import grouped_kernels
+
+    return grouped_kernels
 
 
 def _over_blocks(
