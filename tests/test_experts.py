@@ -1,6 +1,8 @@
 """A mixture of experts drops no token, reads no expert that has none, and is what numpy computes token by token, on every
 mesh; the order of a batch changes no bit of a row."""
 
+import importlib.util
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -9,17 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_lite.learner.micro_batches import accumulate
-from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
+from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, grouped_tokamax, layer_by_layer
 from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import quantize, stored_table
-from tunix_lite.models.weights import Int8, dense, is_weight
-from tunix_lite.parallel.mesh import put
+from tunix_lite.models.weights import Int8, dense, for_compute, is_weight
+from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
+from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.planning.kernels import kernels
+from tunix_lite.settings import resolved_run
 
 QWEN3 = Experts(count=6, per_token=2, mlp_dim=8)
 FAMILIES = {
@@ -157,7 +162,6 @@ def test_groups_are_those_of_the_example():
     np.testing.assert_array_equal(groups.token, [0, 2, 0, 1, 1, 2, 2, 2, 2, 2])
     np.testing.assert_array_equal(groups.row, [[2, 0], [3, 4]])
     np.testing.assert_array_equal(groups.expert, [0, 1, 2, 2, 2])
-    assert groups.num_touched == 3
 
 
 @pytest.mark.parametrize("case", ["all to one", "none to most", "none to any"])
@@ -201,6 +205,8 @@ def test_kernels_for_gpus_multiply_as_the_loops_do(base):
     groups = groups_.group(jnp.where(ids == 2, 0, ids), 6, 16)
     x, g, w = (jnp.float32(rng.normal(size=s)) for s in ((30, 80), (len(groups.pair), 48), (6, 80, 48)))
     rows = groups_.to_rows(x, groups.token, groups.row)
+    # as a mixture has it: a row of no pair counts zero
+    g = jnp.where(groups.is_pair, g, 0)
     if base == "int8":
         w = Int8(jnp.int8(rng.integers(-127, 128, (6, 80, 48))), jnp.float32(rng.uniform(0.001, 0.01, (6, 5, 48))))
     found = grouped_kernels.multiply(rows, w, groups, interpret=True)
@@ -215,6 +221,52 @@ def test_kernels_for_gpus_multiply_as_the_loops_do(base):
             if pair < 60:
                 exact[np.asarray(groups.expert)[row // 16]] += np.outer(np.float64(rows[row]), np.float64(g[row]))
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_tokamax_is_asked_for_what_the_loops_multiply(monkeypatch):
+    """By tokamax's own reference, as its kernels need a Hopper GPU. The last expert takes the rows that have none."""
+    tokamax = pytest.importorskip("tokamax")
+    ask = tokamax.ragged_dot_general
+    monkeypatch.setattr(tokamax, "ragged_dot_general", lambda *a, **b: ask(*a, **b | {"implementation": "xla"}))
+    rng = np.random.default_rng(7)
+    groups = groups_.group(jnp.asarray(rng.integers(0, 5, (30, 2))), 6, 16)
+    x, g, w = (jnp.float32(rng.normal(size=s)) for s in ((30, 64), (len(groups.pair), 32), (6, 64, 32)))
+    rows, g = groups_.to_rows(x, groups.token, groups.row), jnp.where(groups.is_pair, g, 0)
+    near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    filled = int(jnp.sum(groups.count)) * 16
+    assert filled < len(rows)
+    for given, is_transposed in ((rows, False), (g, True)):
+        found = grouped_tokamax.multiply(given, w, groups, is_transposed)
+        near(found[:filled], grouped._by_expert(given, w, groups, is_transposed)[:filled])
+    near(grouped_tokamax.weight_gradient(rows, g, groups, jnp.float32), grouped._of_weight(rows, g, groups))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("products", [decoder.Products(), decoder.Products(tokamax=True)])
+@pytest.mark.parametrize("shape, dtype", [((64, 1), jnp.bfloat16), ((1, 512), jnp.float32)])
+def test_a_mixture_compiles_for_an_h100(products, shape, dtype):
+    """A step of decoding, and an update, whose weights are in float32: a kernel for each product."""
+    if not any(importlib.util.find_spec(module) for module in COMPILERS["cuda"]):
+        pytest.skip("needs the extra plan-gpu")
+    if products.tokamax:
+        pytest.importorskip("tokamax")
+    cfg = replace(CFG, embed_dim=128, experts=Experts(8, 2, 64))
+    table = {n: w for n, w in decoder.layer_weights(cfg).items() if n == "router" or n.startswith("expert_")}
+    devices = devices_of(find_machine("h100"))
+
+    def out(w, x):
+        w = {name: for_compute(leaf, table[name], jnp.bfloat16) for name, leaf in w.items()}
+        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, products)[0].astype(jnp.float32)))
+
+    mesh = make_mesh(((1, 1), ("fsdp", "tp")), devices)
+    with jax.set_mesh(mesh), jax.default_device(devices[0] if products.tokamax else None):
+        placed = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+        w = {name: placed(weight.shape, jnp.float32 if weight.is_exact else dtype) for name, weight in table.items()}
+        program = jax.jit(out if dtype == jnp.bfloat16 else jax.grad(out, (0, 1)))
+        text = program.lower(w, placed((*shape, 128), jnp.bfloat16)).compile().as_text()
+    called = re.findall(r'custom_call_target="(mosaic_gpu_v2|__gpu\$xla\.gpu\.triton)"', text)
+    times = 3 if dtype == jnp.bfloat16 else 9
+    assert called == ["mosaic_gpu_v2" if products.tokamax else "__gpu$xla.gpu.triton"] * times
 
 
 # ---- the whole model
@@ -290,6 +342,25 @@ def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact
         # all together, and each
         assert np.sqrt(np.divide(*sum(squares))) < 1e-6
         assert max(np.sqrt(np.divide(*one)) for one in squares) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+def test_what_memory_holds_in_rows_without_a_pair_reaches_nothing(family, monkeypatch):
+    """On a TPU the products begin in memory that nobody has filled: here it has zeros, or no numbers."""
+    cfg, x = cfg_of(FAMILIES[family]), hidden()[0]
+    w, table, found = layer_of(cfg), decoder.layer_weights(cfg), []
+
+    def loss(w, x):
+        w = {name: for_compute(leaf, table[name], jnp.float32) for name, leaf in w.items()}
+        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, decoder.Products())[0]))
+
+    for value in (0, np.nan):
+        monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype, value=value: jnp.full(shape, value, dtype))
+        grouped._by_expert.clear_cache()
+        found.append(jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(w, x)))
+    grouped._by_expert.clear_cache()
+    for zeros, nans in zip(*found):
+        np.testing.assert_array_equal(zeros, nans)
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -379,6 +450,12 @@ def test_what_experts_cannot_do_is_refused():
         Experts(2, 3, 8)
     with pytest.raises(ValueError, match="experts.count=0; it is 1 to 32,768"):
         Experts(0, 1, 8)
+    for cfg, reason in (
+        (CFG, "compiles for the Hopper GPUs that jax sees"),
+        (cfg_of(None), "the model has no experts"),
+    ):
+        with pytest.raises(ValueError, match=f"expert_kernels=tokamax: .*{reason}"):
+            resolved_run._check_tokamax(cfg, "cpu", is_attached=True)
     with pytest.raises(ValueError, match="adapters of experts have no dropout; set model.lora.dropout=0"):
         adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=".*/expert_up", dropout=0.1))
 

@@ -226,6 +226,7 @@ def forward_and_routes(
     reduce_dtype: DTypeLike = jnp.float32,
     tp_reduce_dtype: DTypeLike = jnp.float32,
     scan_layers: bool = True,
+    tokamax: bool = False,
     routes_LBTk: jax.Array | None = None,
 ) -> tuple[jax.Array, Routed | None]:
     """Hidden states [B, T, D] of whole rows, after the final norm; and where tokens were routed, by
@@ -233,8 +234,8 @@ def forward_and_routes(
 
     remat: a name of REMAT. attend: one of attention.IMPLEMENTATIONS. reduce_dtype: as
     weights.for_compute takes it; tp_reduce_dtype: as weights.project takes it. scan_layers: the
-    program has one layer and runs it in a loop; else it has all of them. routes_LBTk: the experts
-    of each token, as experts.feed_forward takes them.
+    program has one layer and runs it in a loop; else it has all of them. tokamax: multiplies the
+    experts of GPUs. routes_LBTk: the experts of each token, as experts.feed_forward takes them.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
     if not scan_layers:
@@ -270,7 +271,7 @@ def forward_and_routes(
                 partial(jnp.where, is_local), angles["local"], angles["global"]
             )
         around = Surroundings(
-            Products(tp_reduce_dtype),
+            Products(tp_reduce_dtype, tokamax),
             angles_of_kind,
             attend_fn,
             sequences=meta,
@@ -659,6 +660,8 @@ class Products:
 
     # What the two sums of a layer over tp are taken in, as weights.project takes it.
     tp_reduce_dtype: DTypeLike = jnp.float32
+    # whether tokamax multiplies experts (models/grouped_tokamax.py)
+    tokamax: bool = False
 
     def qkv(self, x_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, ...]:
         """Queries [B, T, N, H], keys and values [B, T, K, H]; not those that the layer lacks."""

@@ -123,8 +123,8 @@ def feed_forward(
     weights_BTk, routed = route(read_BTD, w, cfg, routes_BTk, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
-    sum_dtype = products.tp_reduce_dtype
-    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, sum_dtype)
+    settings = products.tp_reduce_dtype, products.tokamax
+    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, *settings)
 
     if sizes.shared_dim:
         opened = jax.nn.sigmoid(wide(project(normed_BTD, w["shared_open"])))
@@ -215,6 +215,7 @@ def _mixture(
     w: dict[str, Any],
     cfg: Architecture,
     sum_dtype: DTypeLike,
+    tokamax: bool,
 ) -> jax.Array:
     """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert. sum_dtype: of
     the parts of tp, as weights.project takes it."""
@@ -230,7 +231,7 @@ def _mixture(
 
     # Each device computes its own tokens, of each expert its own part of the inner width.
     on_devices = jax.shard_map(
-        partial(_of_tokens, cfg=cfg, tp=tp, sum_dtype=sum_dtype),
+        partial(_of_tokens, cfg=cfg, tp=tp, sum_dtype=sum_dtype, tokamax=tokamax),
         in_specs=(tokens, tokens, tokens, specs),
         out_specs=P(tp, *tokens),
         # with it, every loop would have to say over which axes its values vary
@@ -248,6 +249,7 @@ def _of_tokens(
     cfg: Architecture,
     tp: str | None,
     sum_dtype: DTypeLike,
+    tokamax: bool,
 ) -> jax.Array:
     """The weighted sum of each token's experts, [1, B, T, D], on one device: of its part of their
     inner width, if tp divides that."""
@@ -255,9 +257,11 @@ def _of_tokens(
         x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk)
     )
     E = cfg.experts.count
-    groups = group(ids_Nk, E, block_of(ids_Nk.size, E))
+    groups = group(ids_Nk, E, block_of(ids_Nk.size, E)).replace(tokamax=tokamax)
     x_RD = to_rows(x_ND, groups.token, groups.row)
     weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
+    # Rows that only fill up their block count zero, and so do their gradients.
+    weights_R1 = jnp.where(groups.is_pair, weights_R1, 0)
 
     def multiplied(name: str) -> jax.Array:
         out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)

@@ -3,12 +3,13 @@ pass by hand: the gradient of the rows is the same product with each matrix tran
 a weight is summed block after block. Each row is multiplied by itself, so its product depends on no
 other row. Letters as in models/groups.py; A inputs and C outputs of a weight.
 
-On a CPU and a TPU a loop runs over the experts that have rows. On a GPU the host would have to wait
+On a CPU and a TPU a loop runs over experts or blocks. On a GPU the host would have to wait
 for each turn, so there kernels do the same (models/grouped_kernels.py)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from tunix_lite.models.weights import ComputeCopy, Int8, Leaf, Lora, dense, is_q
 
 
 def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups) -> jax.Array:
-    """The rows times the weights [E, A, C] of their experts, [R, C], in the dtype of the rows. Rows
-    of zeros stay zeros. Of weights only a `ComputeCopy` gets a gradient."""
+    """The rows times the weights [E, A, C] of their experts, [R, C], in the dtype of the rows. What
+    stands in rows of no pair is undefined. Of weights only a `ComputeCopy` gets a gradient."""
     if isinstance(weight, Lora):
         # Two thin products, as in weights.project.
         thin_RK = grouped_product(rows_RA, weight.a, groups)
@@ -58,33 +59,40 @@ def _by_expert(
         # On a CPU the transposed matrix is made once, and not in each product.
         return unfused_on_cpu(matrix.T) if is_transposed else matrix
 
+    def of_block(matrix: jax.Array, j: jax.Array, out_RC: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(rows_RA, j * groups.block, groups.block)
+        out = product(jnp.matmul, rows, matrix)
+        return jax.lax.dynamic_update_slice_in_dim(out_RC, out, j * groups.block, 0)
+
     def of_expert(expert: jax.Array, out_RC: jax.Array) -> jax.Array:
-        matrix = matrix_of(expert)
-
-        def of_block(at: jax.Array, out_RC: jax.Array) -> jax.Array:
-            rows = jax.lax.dynamic_slice_in_dim(rows_RA, at, groups.block)
-            out = product(jnp.matmul, rows, matrix)
-            return jax.lax.dynamic_update_slice_in_dim(out_RC, out, at, 0)
-
-        return _over_blocks(groups, expert, of_block, out_RC)
+        return _over_blocks(groups, expert, partial(of_block, matrix_of(expert)), out_RC)
 
     R, A = rows_RA.shape
-    C = jax.eval_shape(matrix_of, groups.num_touched).shape[1]
+    C = jax.eval_shape(matrix_of, groups.expert[0]).shape[1]
 
     def by_loops() -> jax.Array:
-        return _over_experts(groups, of_expert, jnp.zeros((R, C), rows_RA.dtype))
+        # Rows of blocks without an expert are never read.
+        start_RC = jax.lax.empty((R, C), rows_RA.dtype)
+        if groups.expected_blocks > 1.25:
+            return jax.lax.fori_loop(0, len(groups.first), of_expert, start_RC)
+        # Most experts have one block. One loop over blocks reads a matrix where it is multiplied.
+        with _expected(turns=groups.expected_touched * groups.expected_blocks):
+            return jax.lax.fori_loop(
+                0,
+                jnp.sum(groups.count),
+                lambda j, out_RC: of_block(matrix_of(groups.expert[j]), j, out_RC),
+                start_RC,
+            )
 
     def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
         whole = weight
-        if is_quantized(weight) and not isinstance(weight, Int8):
+        if is_quantized(weight) and (groups.tokamax or not isinstance(weight, Int8)):
             whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
         stored_bytes = sum(x.nbytes for x in jax.tree.leaves(whole)) / len(groups.first)
         rows = groups.expected_rows
         read = rows * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
         with _expected(flops=2 * rows * A * C, read=read):
-            return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
+            return _kernels(groups).multiply(rows_RA, whole, groups, is_transposed)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
 
@@ -120,9 +128,10 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
 
     def of_expert(expert: jax.Array, out_EAC: jax.Array) -> jax.Array:
         # Block after block, so that the order of the sum is that of the rows.
-        def of_block(at: jax.Array, total_AC: jax.Array) -> jax.Array:
+        def of_block(j: jax.Array, total_AC: jax.Array) -> jax.Array:
             rows, g = (
-                jax.lax.dynamic_slice_in_dim(x, at, groups.block) for x in (rows_RA, g_RC)
+                jax.lax.dynamic_slice_in_dim(x, j * groups.block, groups.block)
+                for x in (rows_RA, g_RC)
             )
             columns = unfused_on_cpu(rows.T)
             return total_AC + jnp.matmul(columns, g, preferred_element_type=dtype)
@@ -131,14 +140,13 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
         return jax.lax.dynamic_update_index_in_dim(out_EAC, total_AC, expert, 0)
 
     def by_loops() -> jax.Array:
-        return _over_experts(groups, of_expert, jnp.zeros((len(groups.first), A, C), dtype))
+        E = len(groups.first)
+        return jax.lax.fori_loop(0, E, of_expert, jax.lax.empty((E, A, C), dtype))
 
     def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
         rows = groups.expected_rows
         with _expected(flops=2 * rows * A * C, read=rows * (A + C) * rows_RA.dtype.itemsize):
-            return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
+            return _kernels(groups).weight_gradient(rows_RA, g_RC, groups, dtype)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
 
@@ -158,14 +166,14 @@ def _on_platform(
     return jax.lax.platform_dependent(cuda=by_kernel, default=by_loops)
 
 
-def _over_experts(
-    groups: ExpertGroups, of_expert: Callable[..., jax.Array], start: jax.Array
-) -> jax.Array:
-    """of_expert(expert, so far) of each expert that has rows."""
-    with _expected(turns=groups.expected_touched):
-        return jax.lax.fori_loop(
-            0, groups.num_touched, lambda i, x: of_expert(groups.touched[i], x), start
-        )
+def _kernels(groups: ExpertGroups) -> ModuleType:
+    if groups.tokamax:
+        from tunix_lite.models import grouped_tokamax
+
+        return grouped_tokamax
+    from tunix_lite.models import grouped_kernels
+
+    return grouped_kernels
 
 
 def _over_blocks(
@@ -174,15 +182,10 @@ def _over_blocks(
     of_block: Callable[..., jax.Array],
     start: jax.Array,
 ) -> jax.Array:
-    """of_block(first row, so far) of each block of an expert."""
+    """of_block(its number, so far) of each block of an expert."""
     first = groups.first[expert]
     with _expected(turns=groups.expected_blocks):
-        return jax.lax.fori_loop(
-            first,
-            first + groups.count[expert],
-            lambda j, x: of_block(j * groups.block, x),
-            start,
-        )
+        return jax.lax.fori_loop(first, first + groups.count[expert], of_block, start)
 
 
 def _expected(**numbers: float) -> AbstractContextManager:

@@ -32,7 +32,7 @@ def multiply(
     weight: an array, or `Int8`, which is dequantised in the kernel. A is a multiple of 16."""
     arrays = (weight.codes, weight.scales) if isinstance(weight, Int8) else (weight,)
     columns = arrays[0].shape[1 if is_transposed else 2]
-    inputs = (rows_RA, groups.expert, jnp.sum(groups.count, keepdims=True), *arrays)
+    inputs = (rows_RA, groups.expert, groups.first, groups.count, *arrays)
     out = jax.ShapeDtypeStruct((len(rows_RA), columns), rows_RA.dtype)
     grid = (len(groups.expert), pl.cdiv(columns, COLUMNS))
     kernel = partial(_multiply, groups.block, is_transposed)
@@ -92,7 +92,7 @@ def _exact(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Array) -> None:
     """One block of rows and some columns."""
-    expert, num_blocks, *weight, out_RC = refs
+    expert, first, count, *weight, out_RC = refs
     number = pl.program_id(0)
     at_R = number * block + jnp.arange(block)
     at_W = _places(pl.program_id(1), out_RC.shape[1])
@@ -102,13 +102,13 @@ def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Ar
 
     def piece_of(e: jax.Array, at: jax.Array) -> jax.Array:
         """The weights of these inputs and columns, as they lie."""
-        first, second = (at_W, at) if is_transposed else (at, at_W)
-        values = weight[0][e, first[:, None], second[None]]
+        inputs, outputs = (at_W, at) if is_transposed else (at, at_W)
+        values = weight[0][e, inputs[:, None], outputs[None]]
         if len(weight) == 1:
             return values
         # inputs of a scale
         share = weight[0].shape[1] // weight[1].shape[1]
-        scales = weight[1][e, first[:, None] // share, second[None]]
+        scales = weight[1][e, inputs[:, None] // share, outputs[None]]
         return (values.astype(jnp.float32) * scales).astype(dtype)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -118,7 +118,9 @@ def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Ar
         return total + triton.dot(rows, piece, trans_b=is_transposed, precision=_exact(dtype))
 
     # A block without an expert turns no loop.
-    turns = (number < num_blocks[0]).astype(jnp.int32) * (rows_RA.shape[1] // at_once)
+    last = len(first) - 1
+    is_of_one = (number < first[last] + count[last]).astype(jnp.int32)
+    turns = is_of_one * (rows_RA.shape[1] // at_once)
     total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 

@@ -1,6 +1,6 @@
 """How tokens stand in rows for the products of experts: expert after expert, in blocks of one
-expert each; the last block of an expert is filled up with rows of zeros. So no row is dropped, and
-P pairs of a token and an expert take at most P + min(E, P) block rows.
+expert each; the last block of an expert is filled up with rows that count zero. So no row is
+dropped, and P pairs of a token and an expert take at most P + min(E, P) block rows.
 
 The rows of a token are gathered and added in the order of its experts, so no sum depends on the
 order of the tokens. Letters beside those of types.py: N tokens, k experts of a token, P = N k
@@ -26,14 +26,19 @@ class ExpertGroups:
     1, none, 0, 2, 3, none, and two more blocks have none.
     """
 
-    pair: jax.Array  # the pair of each row, [R]; P: none, a row of zeros
+    pair: jax.Array  # the pair of each row, [R]; P: none, a row that must count zero
     row: jax.Array  # the row of each pair, [N, k]; R: none, as the pair has no expert
     first: jax.Array  # the first block of each expert, [E]
     count: jax.Array  # blocks of each expert, [E]
     expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
-    touched: jax.Array  # the experts that have rows, in order, and then the others, [E]
-    num_touched: jax.Array
     block: int = flax.struct.field(pytree_node=False)  # rows of a block
+    # whether tokamax multiplies them on GPUs (models/grouped_tokamax.py)
+    tokamax: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def is_pair(self) -> jax.Array:
+        """Whether a row has a pair, [R, 1]."""
+        return self.pair[:, None] < self.row.size
 
     @property
     def token(self) -> jax.Array:
@@ -63,7 +68,8 @@ class ExpertGroups:
         # A product, as the gradient of a gather is a scatter, which adds in any order.
         highest = jax.lax.Precision.HIGHEST
         of_blocks = jnp.matmul(is_expert.astype(bias_EC.dtype), bias_EC, precision=highest)
-        return jnp.repeat(of_blocks, self.block, axis=0)
+        # Of other rows nothing may reach the gradient.
+        return jnp.where(self.is_pair, jnp.repeat(of_blocks, self.block, axis=0), 0)
 
 
 def expected_touched(experts: int, tokens: int, per_token: int) -> float:
@@ -112,8 +118,6 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
         first=first,
         count=count,
         expert=expert[:, 0],
-        touched=jnp.argsort(size == 0, stable=True),
-        num_touched=jnp.sum(size > 0),
         block=block,
     )
 
@@ -123,11 +127,9 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
 
 @jax.custom_vjp
 def to_rows(x: jax.Array, source_R: jax.Array, rows_Nk: jax.Array) -> jax.Array:
-    """The rows x[source_R], [R, ...], zeros where the source is len(x). rows_Nk: the rows of each
-    element of x, in which its gradient is added up; R: none."""
-    # A row of zeros more, so that no result has to be masked.
-    with_zeros = jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))])
-    return with_zeros.at[source_R].get(mode="promise_in_bounds")
+    """The rows x[source_R], [R, ...]; where the source is len(x), the last one once more. rows_Nk:
+    the rows of each element of x, in which its gradient is added up; R: none."""
+    return x.at[source_R].get(mode="clip")
 
 
 @jax.custom_vjp

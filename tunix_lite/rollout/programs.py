@@ -506,7 +506,7 @@ def read_drawn(
         from tunix_lite.kernels.decode_products import FusedProducts
 
         attend_fn = attend_fused(spec, slots)
-        products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
+        products = FusedProducts(spec.tp_reduce_dtype, interpret=spec.interpret)
 
     # Read the new token: its keys and values join the cache.
     hidden_B1D, cache, routed = decoder.forward_by_layer(

@@ -46,6 +46,7 @@ CHOICES = {
     "mixed_precision": (*DTYPES, "auto"),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
+    "expert_kernels": ("auto", "tokamax"),
     "memory_check": ("stop", "warn"),
     "reduce_dtype": ("float32", "bfloat16"),
     "tp_reduce_dtype": ("float32", "bfloat16"),
@@ -80,6 +81,7 @@ class TrainingConfig:
     remat: str = "none"
     scan_layers: bool = True
     attention: str = "auto"
+    expert_kernels: str = "auto"
     reduce_dtype: str = "float32"
     tp_reduce_dtype: str = "float32"
     router_aux_loss_coef: float = 0.0

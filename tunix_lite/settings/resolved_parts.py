@@ -160,6 +160,7 @@ def policy_of(
         attend=attention.IMPLEMENTATIONS[resolved.attention],
         reduce_dtype=jnp.dtype(training.reduce_dtype),
         tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+        tokamax=training.expert_kernels == "tokamax",
         scan_layers=training.scan_layers,
     )
     others = {

@@ -2,6 +2,7 @@
 once for a run and for a plan of one. Needs no device and no weights."""
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -479,6 +480,8 @@ def resolve_run(
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
+        if run.training.expert_kernels == "tokamax":
+            _check_tokamax(cfg, platform, is_attached)
     with error_context("rollout"):
         _check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
@@ -617,6 +620,19 @@ def _choose_attention(
         if is_attached:
             raise
         return choice, "as training.attention says"
+
+
+def _check_tokamax(cfg: Architecture, platform: str, is_attached: bool) -> None:
+    """Raises ValueError where tokamax cannot multiply the experts."""
+    reason = ""
+    if cfg.experts is None:
+        reason = "the model has no experts"
+    elif platform not in ("cuda", "gpu") or not is_attached:
+        reason = "tokamax compiles for the Hopper GPUs that jax sees, and here are none"
+    if reason:
+        raise ValueError(f"expert_kernels=tokamax: {reason}; set training.expert_kernels=auto")
+    if find_spec("tokamax") is None:
+        raise ValueError("expert_kernels=tokamax needs tokamax: pip install -e '.[tokamax]'")
 
 
 def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:

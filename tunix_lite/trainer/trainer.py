@@ -417,6 +417,7 @@ class Trainer:
             attend=attention.IMPLEMENTATIONS[name],
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+            tokamax=training.expert_kernels == "tokamax",
             scan_layers=training.scan_layers,
         )
         policy = Policy(None, scores)
