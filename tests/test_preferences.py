@@ -28,7 +28,7 @@ from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
+from tunix_lite.runs.setup import check_resumed, find_parts, write_fingerprint
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose
@@ -144,7 +144,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     run = compose(["algorithm=distill", *words, *QUICK])
     other = replace(cfg, num_layers=1, mlp_dim=40)
     resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, plan_batch(run, 1), RowLayout(), 4, "xla", "cpu")
-    resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla")})
+    resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla", resolved.mesh_shape)})
     weights = random_params(other, seed=9)
     policy = policy_of(resolved, frozen_models={"teacher": weights})
     mask = np.asarray(rollout.completion_mask)
@@ -171,13 +171,12 @@ def test_a_list_of_the_teacher_leaves_tokens_out(below):
     """With every token in the list, the bin of all others is empty, and what was learned was noise."""
     size = source.locate(source.ModelConfig()).cfg.vocab_size
     run = compose(["algorithm=distill", "algorithm.divergence=reverse", f"algorithm.top_k={size - below}"])
-    comparison = run.algorithm.needs.comparison
     if below > 0:
-        assert set(locate_frozen(run.scoring_models, comparison, source.locate(run.model))) == {"teacher"}
+        assert find_parts(run).frozen_models.keys() == {"teacher"}
         return
     message = f"top_k={size - below} leaves no token out of vocab_size={size}; algorithm.top_k=0"
     with pytest.raises(ConfigError, match=message):
-        locate_frozen(run.scoring_models, comparison, source.locate(run.model))
+        find_parts(run)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.basics.types import (
     Batch,
-    ComparedScores,
     Params,
     RowBatch,
     TokenScores,
@@ -131,7 +130,7 @@ def description_program(
 
 def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
-) -> Callable[..., ComparedScores]:
+) -> Callable[..., TokenScores]:
     """The scores of the policy, and how far it is from the teacher at each token that counts.
     scores: policy.batch_scores with its settings."""
     comparison = teacher.comparison
@@ -143,14 +142,14 @@ def with_divergence(
             return x_RWK[:, -batch.is_scored.shape[1] :]
         return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)
 
-    def compared(params: Params, batch: RowBatch) -> ComparedScores:
+    def compared(params: Params, batch: RowBatch) -> TokenScores:
         def head(
             before_RMD: jax.Array,
             table_VD: jax.Array,
             targets_RM: jax.Array,
             softcap: float | None,
             temperature: float,
-        ) -> ComparedScores:
+        ) -> TokenScores:
             # the scores of the sampled tokens, as without a comparison
             sampled = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
             spec = head_spec(len(table_VD), softcap, temperature)
@@ -164,7 +163,7 @@ def with_divergence(
                 spec_of_teacher = head_spec(len(table_VD), teacher.softcap, temperature)
                 table_VE = batch.constants[TABLE]
                 divergence = head_divergence(*ours, spec_of_teacher, theirs[HIDDEN], table_VE)
-            return ComparedScores(sampled.logprobs, sampled.entropy, divergence)
+            return sampled._replace(divergence=divergence)
 
         return scores(params, batch, head=head)
 

@@ -57,14 +57,20 @@ class _Rescore:
 class _FrozenScorer:
     """A Scorer. Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T]."""
 
-    params: Params  # on the mesh, never donated
+    params: Params  # on the mesh, or on a part of it, never donated
     rescore: _Rescore
 
     def __call__(self, batch: Batch) -> np.ndarray:
-        return self.rescore(self.params, batch)
+        with jax.set_mesh(self._mesh):
+            return self.rescore(self.params, batch)
 
     def compiled(self, batch: RowBatch) -> Callable:
-        return self.rescore.compiled(self.params, batch)
+        with jax.set_mesh(self._mesh):
+            return self.rescore.compiled(self.params, batch)
+
+    @property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.tree.leaves(self.params)[0].sharding.mesh
 
 
 def scoring_program(
@@ -190,8 +196,8 @@ def batch_scores(
         table_VD = decoder.output_table(params, cfg)
         scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
         scores_RW = jax.tree.map(in_rows, scores_RM)
-    # another head has no field for them
-    if routed is None or not hasattr(scores_RW, "experts"):
+    # another head may have no field for them
+    if routed is None or not isinstance(scores_RW, TokenScores):
         return scores_RW
     return scores_RW._replace(experts=expert_sums(routed, routes, batch.segment_ids > 0))
 

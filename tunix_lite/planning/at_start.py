@@ -27,6 +27,7 @@ from tunix_lite.planning.programs import compiled
 from tunix_lite.settings.resolved_parts import (
     abstract,
     batch_shapes,
+    mesh_of_scorer,
     scored_batch_shapes,
     train_step_of,
 )
@@ -109,7 +110,8 @@ def training_programs(
     for name, compile_it in scorers.items():
         is_frozen = name in resolved.frozen_models
         theirs = resolved.as_scorer(name) if is_frozen else resolved
-        shapes = scored_batch_shapes(theirs)
+        with mesh_of_scorer(theirs):
+            shapes = scored_batch_shapes(theirs)
         programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
     return programs
 

@@ -35,6 +35,7 @@ from tunix_lite.settings.resolved_parts import (
     description_of,
     placed,
     policy_of,
+    mesh_of_scorer,
     scored_batch_shapes,
     train_step_of,
 )
@@ -151,7 +152,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     def frozen_model(name: str, params: Params) -> jax.stages.Lowered:
         theirs = resolved.as_scorer(name)
         if not resolved.compares(name):
-            return score(theirs, params)
+            with mesh_of_scorer(theirs):
+                return score(theirs, params)
         return description_of(resolved, name).lower(params, scored_batch_shapes(theirs))
 
     programs: dict[str, Lower] = {"update": update}

@@ -18,7 +18,6 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import compiled_together, stopwatch
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
@@ -29,10 +28,14 @@ from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
-from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
+from tunix_lite.settings.resolved_parts import (
+    mesh_of_scorer,
+    optimizer_of,
+    policy_of,
+    train_step_of,
+)
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.reward_models import RewardScorer
-from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
@@ -139,7 +142,8 @@ def build_learner(session: Session) -> Learner:
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
         where = run.scoring_models[name].where
-        with error_context(where), loading as on_bytes:
+        place = mesh_of_scorer(resolved.as_scorer(name))
+        with error_context(where), place, loading as on_bytes:
             storage = resolved.frozen_models[name].storage
             frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
 
@@ -167,9 +171,16 @@ def build_learner(session: Session) -> Learner:
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     watched = _timed(watched, seconds)
-    scorers = _reward_scorers(parts.task, parts.frozen_models, watched, resolved.fsdp)
-    if scorers:
-        session.task = replace(session.task, scorers=scorers)
+    scorers = {}
+    for name, settings in run.task.reward_models.items():
+        called = f"reward_{name}"
+        num_rows = resolved.as_scorer(called).batch.sequences
+        found = parts.frozen_models[called]
+        with error_context(run.scoring_models[called].where):
+            scorers[name] = RewardScorer.of(
+                settings, parts.task.text, found, watched.scorers[called], num_rows
+            )
+    session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
@@ -183,22 +194,6 @@ def build_learner(session: Session) -> Learner:
         overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
-
-
-def _reward_scorers(
-    task: Task, models: dict[str, FoundModel], policy: Policy, fsdp: int
-) -> dict[str, RewardScorer]:
-    """The reward models of the task, loaded, by the names of their rewards. Raises ConfigError."""
-    scorers = {}
-    for name, settings in task.config.reward_models.items():
-        model = models[f"reward_{name}"]
-        text = replace(task.text, tokenizer=model.tokenizer)
-        scorer = policy.scorers[f"reward_{name}"]
-        config = source.text_config(model)
-        with error_context(f"task.rewards.{name}"):
-            num_rows = settings.batch_size * fsdp
-            scorers[name] = RewardScorer(settings, text, scorer, num_rows, config)
-    return scorers
 
 
 def _state_at_start(

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.objective import described
 from tunix_lite.basics.addresses import shown_place
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -56,6 +55,7 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, me
 from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
+from tunix_lite.tasks.row_files import place_of
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -132,13 +132,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     # All weights come to this machine.
     with error_context(""):
         model = source.download(parts.model)
-    frozen_models = {}
-    for name, frozen in parts.frozen_models.items():
-        scoring = run.scoring_models[name]
-        with _of_frozen(scoring.where):
-            frozen_models[name] = source.download(frozen)
-            if scoring.batch_size is not None:
-                frozen_models[name] = source.with_score(frozen_models[name])
+    frozen_models = download_frozen(run.scoring_models, parts.frozen_models)
     parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
@@ -205,8 +199,13 @@ def find_parts(run: RunConfig) -> Parts:
         model = replace(model, cfg=cfg)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
+    frozen_models = locate_frozen(run.scoring_models, model)
     comparison = run.algorithm.needs.comparison
-    frozen_models = locate_frozen(run.scoring_models, comparison, model)
+    if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
+        raise ConfigError(
+            f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="
+            f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
+        )
 
     task = run.task.task(
         model.tokenizer,
@@ -339,25 +338,32 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
 
 
 def locate_frozen(
-    scoring_models: dict[str, ScoringModel],
-    comparison: TeacherComparison | None,
-    model: FoundModel,
+    scoring_models: dict[str, ScoringModel], model: FoundModel
 ) -> dict[str, FoundModel]:
     """The models that only score, by name, short of their weights. Raises ConfigError."""
     models = {}
     for name, scoring in scoring_models.items():
         with _of_frozen(scoring.where):
-            if scoring.batch_size is None:
+            if scoring.reward is None:
                 models[name] = source.locate_teacher(scoring.settings, model)
             else:
                 # it has a tokenizer of its own
                 located = source.locate(scoring.settings.as_model())
                 models[name] = replace(located, cfg=scoring.architecture(located.cfg))
-    if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
-        raise ConfigError(
-            f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="
-            f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
-        )
+    return models
+
+
+def download_frozen(
+    scoring_models: dict[str, ScoringModel], located: dict[str, FoundModel]
+) -> dict[str, FoundModel]:
+    """The same models with their weights on this machine. Raises ConfigError."""
+    models = {}
+    for name, model in located.items():
+        scoring = scoring_models[name]
+        with _of_frozen(scoring.where):
+            models[name] = source.download(model)
+            if scoring.reward is not None:
+                models[name] = source.with_score(models[name])
     return models
 
 
@@ -398,7 +404,7 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
         if held_out or not needs.demonstrations:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
-        check_embedded(task, task.learned)
+        check_in_memory(task, task.learned, getattr(run.algorithm, "check_example", None))
         rows = task.held_out(run.loss_examples, is_learned=True) if run.loss_examples else []
         for name in task.learned:
             task.demonstrations(first, name)
@@ -416,16 +422,21 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     return data
 
 
-def check_embedded(task: Task, learned: Sequence[str]) -> None:
-    """Raises ValueError, with the place of the row, if a row in memory needs a token that the model
-    has no embedding for. learned: the fields that are learned from. The tokenizer finds them, so
-    all rows are tokenised, but only where it has such tokens. Of rows that are read later, each is
-    refused when its turn comes."""
+def check_in_memory(
+    task: Task, learned: Sequence[str], check: Callable[[dict], None] | None = None
+) -> None:
+    """Raises ValueError, with the place of the row, if a row in memory does not pass the check of
+    the algorithm, or needs a token that the model has no embedding for. learned: the fields that
+    are learned from. The tokenizer finds such tokens, so all rows are tokenised, but only where it
+    has them. Of rows that are read later, each is refused when its turn comes."""
     source = task.config.source
-    if not task.tokenizer.beyond:
-        return
     for rows in (source.train, source.held_out):
         for row in rows if isinstance(rows, list | tuple) else ():
+            if check is not None:
+                with error_context(place_of(row), ValueError):
+                    check(row)
+            if not task.tokenizer.beyond:
+                continue
             task.text.prompt(row)
             for name in learned if rows is source.train else ():
                 task.text.demonstration(row, name)

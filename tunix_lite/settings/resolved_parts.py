@@ -58,6 +58,18 @@ def mesh_of_run(resolved: ResolvedRun, devices: list) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def mesh_of_scorer(scorer: ResolvedRun) -> Iterator[None]:
+    """Inside, the current mesh is that of a scorer (`as_scorer`): the run's, or its first
+    devices."""
+    mesh = jax.sharding.get_mesh()
+    if dict(mesh.shape) == scorer.mesh_shape:
+        yield
+    else:
+        with mesh_of_run(scorer, list(mesh.devices.flat)):
+            yield
+
+
 def abstract(resolved: ResolvedRun) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
     # What is stored of the weights.
@@ -80,10 +92,11 @@ def abstract(resolved: ResolvedRun) -> Shapes:
 
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     opt_state = opt_state_shapes(optimizer_of(resolved), params)
-    frozen_models = {
-        name: weights.shapes(stored_table(decoder.weights(model.cfg), model.storage))
-        for name, model in resolved.frozen_models.items()
-    }
+    frozen_models = {}
+    for name, model in resolved.frozen_models.items():
+        with mesh_of_scorer(resolved.as_scorer(name)):
+            stored = stored_table(decoder.weights(model.cfg), model.storage)
+            frozen_models[name] = weights.shapes(stored)
     return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)
 
 

@@ -22,7 +22,7 @@ FAILED = {
     "rewards/not_numbers": "not_number",
 }
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
-NOTED = {"rewards/no_answer": "no_answer", "rewards/stopped": "stopped"}
+NOTED = {f"rewards/{kind}": kind for kind in Score.KINDS}
 
 
 def shared_outcomes(
