@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.runs.setup import check_in_memory, check_fields, prepare, startup_summary
+from tunix_lite.runs.setup import check_fields, check_in_memory, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows

@@ -33,9 +33,9 @@ from tunix_lite.settings.resolved_parts import (
     Shapes,
     batch_shapes,
     description_of,
+    mesh_of_scorer,
     placed,
     policy_of,
-    mesh_of_scorer,
     scored_batch_shapes,
     train_step_of,
 )
