@@ -28,14 +28,14 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer, read_until
-from tunix_lite.parallel.mesh import as_text
+from tunix_lite.parallel.mesh import as_text, part_of_mesh
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.runs.setup import find_parts, prepare
 from tunix_lite.settings.compose import compose
-from tunix_lite.settings.resolved_parts import mesh_of_scorer, policy_of
+from tunix_lite.settings.resolved_parts import policy_of
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks.messages import Message
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
@@ -298,7 +298,7 @@ def test_numbers_do_not_depend_on_the_devices(folder, own):
     resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 2}, "cpu")
     model = source.with_score(source.download(source.locate(ModelConfig(weights=str(folder)))))
     theirs = resolved.as_scorer("reward_rm")
-    with mesh_of_scorer(theirs):
+    with part_of_mesh(theirs.mesh_shape):
         params = source.load_base(model, 0, "fp32")
     assert len(params["embed"].devices()) == (4 if own is None else np.prod(own[0]))
     policy = policy_of(resolved, frozen_models={"reward_rm": params})

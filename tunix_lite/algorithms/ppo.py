@@ -36,7 +36,7 @@ from tunix_lite.basics.types import (
 # the streams of its batches: R, and V of the critic before the update
 STREAMS = ("returns", "old_values")
 # what settings must be, where they are not null
-RULES = {
+_RULES = {
     "at least 1": ("num_generations updates_per_rollout mini_batches", lambda x: x >= 1),
     "shared or own": ("critic", lambda x: x in ("shared", "own")),
     "between 0 and 1": ("gamma gae_lambda", lambda x: 0 <= x <= 1),
@@ -72,7 +72,7 @@ class PPO:
 
     def __post_init__(self):
         problems = {}
-        for rule, (names, is_right) in RULES.items():
+        for rule, (names, is_right) in _RULES.items():
             for name in names.split():
                 value = getattr(self, name)
                 wrong = value is not None and not is_right(value)

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import jax
@@ -32,27 +32,25 @@ from tunix_lite.distributed.join import (
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
-from tunix_lite.learner.policy import make_policy
-from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.report import evaluation
 from tunix_lite.report.statistics import Estimate
 from tunix_lite.runs.evaluate import (
     evaluate,
     held_out_examples,
     model_scores,
+    rewarding,
     rollout_sizes,
+    with_reward_models,
 )
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
-from tunix_lite.runs.setup import download_frozen, locate_frozen
-from tunix_lite.settings.config import RunConfig, ScoringModel, build, plain
+from tunix_lite.runs.setup import locate_frozen
+from tunix_lite.settings.config import RunConfig, build, plain
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.reward_models import RewardScorer
-from tunix_lite.tasks.task import Task, TaskConfig
+from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.progress import StandardError
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
@@ -218,7 +216,7 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
                 raise ConfigError("only a run has an against_step")
             models["weights of evaluate.against"] = source.locate(other)
     seen = {}
-    locate_frozen(_reward_models(run), models["weights"])
+    locate_frozen(rewarding(run.scoring_models), models["weights"])
     for name, model in models.items():
         task, examples = held_out_examples(
             run, model.tokenizer, options.num_examples, options.reference
@@ -268,34 +266,6 @@ def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
         raise ConfigError(f"evaluate.against={options.against}: {error}") from error
 
 
-def _reward_models(run: RunConfig) -> dict[str, ScoringModel]:
-    models = run.scoring_models.items()
-    return {name: scoring for name, scoring in models if scoring.reward is not None}
-
-
-def _with_reward_models(run: RunConfig, task: Task, model: LanguageModel) -> Task:
-    """The task with its reward models, loaded on the devices of this model. Raises ConfigError."""
-    scoring = _reward_models(run)
-    scorers = {}
-    for name, found in download_frozen(scoring, locate_frozen(scoring, model.source)).items():
-        settings = scoring[name].reward
-        with error_context(scoring[name].where):
-            mesh = model.mesh
-            if settings.mesh_shape is not None:
-                mesh = make_mesh(settings.mesh_shape, list(mesh.devices.flat))
-            source.check_mesh(found, mesh)
-            with jax.set_mesh(mesh):
-                params = source.load_base(found, run.seed, settings.storage)
-            num_rows = settings.batch_size * mesh.shape["fsdp"]
-            rows = RowLayout("none", 1, 1, num_rows=num_rows)
-            frozen = make_policy(found.cfg, None, 1.0, model.dtype, params, rows)
-            scorer = frozen.scorers["reference"]
-            scorers[name.removeprefix("reward_")] = RewardScorer.of(
-                settings, task.text, found, scorer, num_rows
-            )
-    return replace(task, scorers=scorers)
-
-
 def _score(
     run: RunConfig, options: EvaluateTaskConfig, model: LanguageModel, which: str
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
@@ -312,7 +282,9 @@ def _score(
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
-    task = _with_reward_models(run, task, model)
+    rewards = rewarding(run.scoring_models)
+    located = locate_frozen(rewards, model.source)
+    task = with_reward_models(task, rewards, located, model.mesh, model.dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (

@@ -440,8 +440,7 @@ def _describe(
     if model.cfg.output == "score":
         served = (
             "python run_training.py '+task.rewards.rm={_target_: "
-            f"tunix_lite.rewards.model.RewardModel, weights: {out}, "
-            f"max_length: {min(1024, model.cfg.max_positions)}}}'"
+            f"tunix_lite.rewards.model.RewardModel, weights: {out}}}'"
         )
 
     # The model card.

@@ -13,6 +13,7 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
+from tunix_lite.parallel.mesh import part_of_mesh
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, attached_machine
@@ -27,7 +28,6 @@ from tunix_lite.planning.programs import compiled
 from tunix_lite.settings.resolved_parts import (
     abstract,
     batch_shapes,
-    mesh_of_scorer,
     scored_batch_shapes,
     train_step_of,
 )
@@ -110,7 +110,7 @@ def training_programs(
     for name, compile_it in scorers.items():
         is_frozen = name in resolved.frozen_models
         theirs = resolved.as_scorer(name) if is_frozen else resolved
-        with mesh_of_scorer(theirs):
+        with part_of_mesh(theirs.mesh_shape):
             shapes = scored_batch_shapes(theirs)
         programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
     return programs

@@ -17,7 +17,7 @@ from tunix_lite.learner.critic import values_program
 from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
-from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
+from tunix_lite.parallel.mesh import gathered_sharding, part_of_mesh, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
@@ -33,7 +33,6 @@ from tunix_lite.settings.resolved_parts import (
     Shapes,
     batch_shapes,
     description_of,
-    mesh_of_scorer,
     placed,
     policy_of,
     scored_batch_shapes,
@@ -152,7 +151,7 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     def frozen_model(name: str, params: Params) -> jax.stages.Lowered:
         theirs = resolved.as_scorer(name)
         if not resolved.compares(name):
-            with mesh_of_scorer(theirs):
+            with part_of_mesh(theirs.mesh_shape):
                 return score(theirs, params)
         return description_of(resolved, name).lower(params, scored_batch_shapes(theirs))
 

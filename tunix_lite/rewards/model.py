@@ -3,10 +3,8 @@ conversation with a tokenizer and a chat template of its own, and gives it one n
 
 from dataclasses import dataclass
 
-from tunix_lite.parallel.mesh import MeshShape, check_mesh_shape
-
 # tokens of a conversation where the settings give no other limit
-LONGEST = 1024
+_LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -32,21 +30,19 @@ class RewardModel:
     batch_size: int = 8
     # Devices along each axis of a mesh of its own, the first ones of the run: [[2,1],[fsdp,tp]].
     # null takes the mesh of the run.
-    mesh_shape: MeshShape | None = None
+    mesh_shape: tuple[tuple[int, ...], tuple[str, ...]] | None = None
     # true subtracts `mean` and divides by `std`, numbers that config.json must have then.
     normalize: bool = False
 
     def __post_init__(self):
         if self.weights == "bundled":
             raise ValueError("weights=bundled is no reward model; give the folder of one")
-        if self.longest(LONGEST) < 2 or self.batch_size < 1:
+        if self.longest(_LONGEST) < 2 or self.batch_size < 1:
             raise ValueError(
                 f"max_length={self.max_length} must be at least 2, batch_size={self.batch_size} at "
                 "least 1"
             )
-        if self.mesh_shape is not None:
-            check_mesh_shape(self.mesh_shape)
 
     def longest(self, max_positions: int) -> int:
         """Returns the tokens of the longest conversation for a model of so many positions."""
-        return min(LONGEST, max_positions) if self.max_length is None else self.max_length
+        return min(_LONGEST, max_positions) if self.max_length is None else self.max_length

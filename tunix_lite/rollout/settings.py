@@ -17,24 +17,15 @@ class GenerationConfig:
     Example: `GenerationConfig(max_prompt_length=64, max_new_tokens=256, temperature=0.7)`.
     """
 
-    # Longest prompt, in tokens.
+    # conf/generation/default.yaml explains each setting
     max_prompt_length: int = 32
-    # Longest completion in tokens, the end-of-sequence token included.
     max_new_tokens: int = 64
-    # Sampling and scoring divide logits by it. 0 picks the likeliest token.
     temperature: float = 1.0
-    # Sample from the k likeliest tokens. 0 samples from all.
     top_k: int = 0
-    # Sample from the likeliest tokens whose probabilities add up to this. 1 samples from all.
     top_p: float = 1.0
-    # Drop tokens less likely than this share of the likeliest one, from 0 to 1. 0 drops none.
     min_p: float = 0.0
-    # Texts that end a completion. They stay in the completion. [] has none.
     stop: tuple[str, ...] = ()
-    # Token ids that end a completion, besides the end-of-sequence tokens of the model.
     stop_token_ids: tuple[int, ...] = ()
-    # For a row that is too long: error stops, drop takes another row, truncate keeps the last
-    # tokens of a prompt and the first of what is learned.
     long_prompts: str = "error"
 
     def __post_init__(self):
@@ -115,31 +106,15 @@ class RolloutConfig:
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
     """
 
-    # Sequences decoded at once, rounded up to a multiple of fsdp. null takes all of a step, up to
-    # 256.
+    # conf/rollout/default.yaml explains each setting
     num_slots: int | None = None
-    # Tokens that each slot decodes before the sampler looks for finished completions.
     chunk: int = 16
-    # Weights while sampling: gathered (whole on each fsdp shard), sharded, or auto, which looks at
-    # memory.
     weights: str = "auto"
-    # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
-    # bf16.
     cache: str = "compute"
-    # What decodes: xla, fused (kernels of our own for attention, products and the draw, on NVIDIA
-    # GPUs), or auto, which is xla today.
     kernels: str = "auto"
-    # Models with experts: true records the experts that each sampled token took. Scoring and the
-    # update take the same ones.
     replay_routes: bool = True
-    # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
-    # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"
-    # Updates that the oldest token may be behind when it is learned from. 0 is the same as
-    # overlap=none.
     max_staleness: int = 2
-    # Devices of its own for the sampling of one_step, beside those of model.mesh_shape: [[sizes],
-    # [axes]]. null samples on the devices that learn.
     mesh_shape: MeshShape | None = None
 
     def __post_init__(self):

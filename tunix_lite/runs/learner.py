@@ -19,7 +19,7 @@ from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together, stopwatch
-from tunix_lite.parallel.mesh import put
+from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
@@ -28,12 +28,7 @@ from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
-from tunix_lite.settings.resolved_parts import (
-    mesh_of_scorer,
-    optimizer_of,
-    policy_of,
-    train_step_of,
-)
+from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.reward_models import RewardScorer
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
@@ -142,10 +137,11 @@ def build_learner(session: Session) -> Learner:
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
         where = run.scoring_models[name].where
-        place = mesh_of_scorer(resolved.as_scorer(name))
+        declared = resolved.frozen_models[name]
+        place = part_of_mesh(declared.mesh_shape)
         with error_context(where), place, loading as on_bytes:
-            storage = resolved.frozen_models[name].storage
-            frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
+            loaded = source.load_base(teacher, run.seed, declared.storage, on_bytes)
+        frozen_models[name] = loaded
 
     # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
     # the devices is there by now.
@@ -175,11 +171,10 @@ def build_learner(session: Session) -> Learner:
     for name, settings in run.task.reward_models.items():
         called = f"reward_{name}"
         num_rows = resolved.as_scorer(called).batch.sequences
-        found = parts.frozen_models[called]
+        read_with = (parts.task.text, parts.frozen_models[called])
         with error_context(run.scoring_models[called].where):
-            scorers[name] = RewardScorer.of(
-                settings, parts.task.text, found, watched.scorers[called], num_rows
-            )
+            scorer = watched.scorers[called]
+            scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
     session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,

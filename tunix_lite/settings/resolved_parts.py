@@ -26,7 +26,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
+from tunix_lite.parallel.mesh import make_mesh, part_of_mesh, set_rules, sharding
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
@@ -58,18 +58,6 @@ def mesh_of_run(resolved: ResolvedRun, devices: list) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def mesh_of_scorer(scorer: ResolvedRun) -> Iterator[None]:
-    """Inside, the current mesh is that of a scorer (`as_scorer`): the run's, or its first
-    devices."""
-    mesh = jax.sharding.get_mesh()
-    if dict(mesh.shape) == scorer.mesh_shape:
-        yield
-    else:
-        with mesh_of_run(scorer, list(mesh.devices.flat)):
-            yield
-
-
 def abstract(resolved: ResolvedRun) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
     # What is stored of the weights.
@@ -94,7 +82,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
     opt_state = opt_state_shapes(optimizer_of(resolved), params)
     frozen_models = {}
     for name, model in resolved.frozen_models.items():
-        with mesh_of_scorer(resolved.as_scorer(name)):
+        with part_of_mesh(model.mesh_shape):
             stored = stored_table(decoder.weights(model.cfg), model.storage)
             frozen_models[name] = weights.shapes(stored)
     return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)

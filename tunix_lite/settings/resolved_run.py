@@ -175,15 +175,10 @@ class ResolvedRun:
         critic = self.needs.critic
         if critic is None:
             return []
-        kind = (
-            "layers of its own and a head"
-            if critic.is_own
-            else "a head on the policy's layers"
-        )
-        count = weights.num_params(self.tables.critic)
-        alone = f", alone for {critic.warmup} updates" if critic.warmup else ""
+        kind = "layers of its own and a head" if critic.is_own else "a head on the policy"
         rate = self.critic_optimizer.learning_rate
-        return [("critic", f"{kind}, {count:,} parameters, rate {rate:g}{alone}")]
+        text = f"{kind}, {weights.num_params(self.tables.critic):,} parameters, rate {rate:g}"
+        return [("critic", f"{text}, alone for {critic.warmup} updates")]
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tunix_lite.basics.types import Batch
-from tunix_lite.models.source import FoundModel, text_config
+from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import read_until
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rewards.scores import Score
@@ -46,7 +47,9 @@ class RewardScorer:
     ) -> "RewardScorer":
         """The scorer of a reward model. text: of the task. Raises ValueError for normalize=true
         without the numbers in config.json."""
-        config = text_config(model)
+        config = small_object(model.folder, "config.json")
+        # of a larger model, its text part
+        config = config.get("text_config") or config
         numbers = [config.get(name) for name in ("mean", "std")] if settings.normalize else []
         if not all(isinstance(x, int | float) for x in numbers) or not all(numbers[1:]):
             raise ValueError(
@@ -62,8 +65,8 @@ class RewardScorer:
         how many it had before it was cut. Raises ValueError for a conversation that the tokenizer
         or the template cannot write."""
         ids = self.text.conversation(example, [Message("assistant", completion)])
-        is_left = self.text.tokenizer.truncation_side == "left"
-        part = ids[-self.longest :] if is_left else ids[: self.longest]
+        cuts_left = self.text.tokenizer.cuts_left
+        part = ids[-self.longest :] if cuts_left else ids[: self.longest]
         return read_until(part, self.pad_id), len(ids)
 
     def __call__(self, examples: Sequence[dict], completions: Sequence[str]) -> list[Outcome]:
