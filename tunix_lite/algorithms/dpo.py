@@ -15,13 +15,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.algorithms.pairs import (
-    FIELDS,
-    logistic,
-    loss_of_shares,
-    pairs_of_data,
-    with_shares,
-)
+from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
@@ -109,10 +103,11 @@ class DPO:
         # Each pair: its margin, its loss, and the slope of that.
         scores_B = np.where(counts, gap, 0.0).sum(axis=1)
         margins = scores_B[chosen] - scores_B[rejected]
-        losses, slopes = logistic(self.beta * margins)
-        slopes = self.beta * slopes
+        # log(1 + exp(-x)), which does not overflow
+        losses = np.logaddexp(0.0, -self.beta * margins)
+        slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
         logged = dict(zip(STREAMS, (losses, margins, margins > 0)))
-        batch = with_shares(batch, (chosen, rejected), (slopes, -slopes), logged)
+        batch = with_shares(batch, (chosen, rejected), (-slopes, slopes), logged)
         return batch, metrics, graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:

@@ -39,12 +39,6 @@ def pairs_of_data(
     return arrays, (chosen, chosen + 1), metrics
 
 
-def logistic(margins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """- log sigmoid(m) of each margin, and its slope."""
-    # log(1 + exp(-x)), which does not overflow
-    return np.logaddexp(0.0, -margins), -np.exp(-np.logaddexp(0.0, margins))
-
-
 def with_shares(
     batch: Batch,
     rows: tuple[np.ndarray, np.ndarray],

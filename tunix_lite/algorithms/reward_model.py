@@ -14,13 +14,7 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
-from tunix_lite.algorithms.pairs import (
-    FIELDS,
-    logistic,
-    loss_of_shares,
-    pairs_of_data,
-    with_shares,
-)
+from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
@@ -87,12 +81,14 @@ class RewardModelTraining:
         # Each pair: its loss, and the slopes of that by the two rewards.
         chosen, rejected = (rewards_B[of_pairs] for of_pairs in rows)
         total = chosen + rejected
-        losses, slopes = logistic(chosen - rejected - margins)
-        losses += self.centering * total**2
+        gaps = chosen - rejected - margins
+        # log(1 + exp(-x)), which does not overflow
+        losses = np.logaddexp(0.0, -gaps) + self.centering * total**2
+        slopes = np.exp(-np.logaddexp(0.0, gaps))
         pulls = 2 * self.centering * total
         values = (losses, chosen - rejected, chosen > rejected, total / 2)
         logged = dict(zip(STREAMS, values))
-        batch = with_shares(batch, rows, (pulls + slopes, pulls - slopes), logged)
+        batch = with_shares(batch, rows, (pulls - slopes, pulls + slopes), logged)
         return batch, metrics, None
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:

@@ -41,7 +41,6 @@ from tunix_lite.runs.evaluate import (
     evaluate,
     held_out_examples,
     model_scores,
-    rewarding,
     rollout_sizes,
     with_reward_models,
 )
@@ -216,7 +215,8 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
                 raise ConfigError("only a run has an against_step")
             models["weights of evaluate.against"] = source.locate(other)
     seen = {}
-    locate_frozen(rewarding(run.scoring_models), models["weights"])
+    scoring = {name: one for name, one in run.scoring_models.items() if one.reward}
+    locate_frozen(scoring, models["weights"])
     for name, model in models.items():
         task, examples = held_out_examples(
             run, model.tokenizer, options.num_examples, options.reference
@@ -282,9 +282,9 @@ def _score(
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
-    rewards = rewarding(run.scoring_models)
-    located = locate_frozen(rewards, model.source)
-    task = with_reward_models(task, rewards, located, model.mesh, model.dtype)
+    scoring = {name: one for name, one in run.scoring_models.items() if one.reward}
+    located = locate_frozen(scoring, model.source)
+    task = with_reward_models(task, scoring, located, model.mesh, model.dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (

@@ -6,7 +6,6 @@ is predicted, as the token's log-probability is.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ import optax
 
 from tunix_lite.algorithms.algorithm import Critic
 from tunix_lite.basics.types import CRITIC, POLICY, Params, RowBatch, TokenScores
-from tunix_lite.learner.policy import on_every_device
-from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.models.scalar_head import scalar_head, scalar_scores
@@ -50,13 +47,6 @@ def token_values(
         return scalar_scores(params[CRITIC], before_RMD)
 
     return scores(layers, batch, head=head)
-
-
-def values_program(
-    scores: Callable[..., jax.Array], critic: Critic, rows: RowLayout
-) -> jax.stages.Wrapped:
-    """(params of both networks, batch in rows) -> values [R, W], micro-batch by micro-batch."""
-    return on_every_device(partial(token_values, scores, critic), rows)
 
 
 def with_values(

@@ -22,9 +22,9 @@ from tunix_lite.rewards.scores import field_of
 from tunix_lite.rewards.similarity import similarity_scores
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.setup import download_frozen
-from tunix_lite.settings.config import RunConfig, ScoringModel
+from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.grading import FAILED
-from tunix_lite.tasks.reward_models import RewardScorer
+from tunix_lite.tasks.reward_models import RewardScorer, ScoringModel
 from tunix_lite.tasks.task import Task
 
 # folded into the seed before the number of samples: a step of training folds in one number
@@ -149,12 +149,6 @@ def held_out_examples(
             except ValueError as error:
                 raise ValueError(f"evaluate.reference={reference}: {error}") from error
     return task, examples
-
-
-def rewarding(scoring_models: dict[str, ScoringModel]) -> dict[str, ScoringModel]:
-    """The reward models among the models that only score."""
-    models = scoring_models.items()
-    return {name: scoring for name, scoring in models if scoring.reward is not None}
 
 
 def with_reward_models(

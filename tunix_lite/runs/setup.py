@@ -45,7 +45,7 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import EVALUATED, RunConfig, ScoringModel
+from tunix_lite.settings.config import EVALUATED, RunConfig
 from tunix_lite.settings.resolved_run import (
     ResolvedRun,
     resolve_run,
@@ -55,6 +55,7 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, me
 from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
+from tunix_lite.tasks.reward_models import ScoringModel
 from tunix_lite.tasks.row_files import place_of
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions

@@ -23,14 +23,13 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
-from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
-from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
+from tunix_lite.tasks.reward_models import ScoringModel
 from tunix_lite.tasks.sources import batches_of_epoch
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
@@ -262,34 +261,6 @@ class RuntimeConfig:
 
     def __post_init__(self):
         check_on_disk("program_cache", self.program_cache)
-
-
-@dataclass(frozen=True)
-class ScoringModel:
-    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
-    Example: run.scoring_models["reward_rm"].reward is task.rewards.rm."""
-
-    where: str  # the setting that names it
-    settings: TeacherConfig
-    longest: int  # tokens of what a teacher reads
-    reward: RewardModel | None = None  # None: it is a teacher
-
-    def architecture(self, cfg: Architecture) -> Architecture:
-        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
-        texts."""
-        longest = self.longest
-        of, right = "max_prompt_length + generation.max_new_tokens", ""
-        if self.reward is not None:
-            longest = self.reward.longest(cfg.max_positions)
-            of, right = "max_length", f"; write max_length: {cfg.max_positions}"
-        if longest > cfg.max_positions:
-            raise ValueError(
-                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"{of} is {longest}{right}"
-            )
-        # whether the folder holds a reward model is seen when its weights are there
-        is_new = self.reward is not None and cfg.output == "logits"
-        return replace(cfg, output="score") if is_new else cfg
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
-from tunix_lite.learner.critic import both_optimizers, values_program, with_values
+from tunix_lite.learner.critic import both_optimizers, token_values, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.routing import RouterLoss
@@ -169,7 +169,8 @@ def policy_of(
     }
     policy = replace(policy, scorers={**policy.scorers, **others})
     if (critic := resolved.needs.critic) is not None:
-        program = values_program(policy.scores, critic, resolved.rows)
+        of_rows = partial(token_values, policy.scores, critic)
+        program = on_every_device(of_rows, resolved.rows)
         policy = replace(
             policy,
             scores=with_values(policy.scores, critic),

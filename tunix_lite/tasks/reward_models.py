@@ -1,4 +1,5 @@
-"""Reward models at work: conversations -> tokens of the reward model -> batches -> numbers."""
+"""Models that only score, and reward models at work: conversations -> tokens of the reward model ->
+batches -> numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tunix_lite.basics.types import Batch
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.gguf_metadata import small_object
-from tunix_lite.models.source import FoundModel
+from tunix_lite.models.source import FoundModel, TeacherConfig
 from tunix_lite.models.tokenizer import read_until
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rewards.scores import Score
@@ -17,6 +19,34 @@ from tunix_lite.workers.process import Outcome
 
 # the narrowest rows of a batch; others are twice as wide, and so on, so that few are compiled
 NARROWEST = 32
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
+    Example: run.scoring_models["reward_rm"].reward is task.rewards.rm."""
+
+    where: str  # the setting that names it
+    settings: TeacherConfig
+    longest: int  # tokens of what a teacher reads
+    reward: RewardModel | None = None  # None: it is a teacher
+
+    def architecture(self, cfg: Architecture) -> Architecture:
+        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
+        texts."""
+        longest = self.longest
+        of, right = "max_prompt_length + generation.max_new_tokens", ""
+        if self.reward is not None:
+            longest = self.reward.longest(cfg.max_positions)
+            of, right = "max_length", f"; write max_length: {cfg.max_positions}"
+        if longest > cfg.max_positions:
+            raise ValueError(
+                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
+                f"{of} is {longest}{right}"
+            )
+        # whether the folder holds a reward model is seen when its weights are there
+        is_new = self.reward is not None and cfg.output == "logits"
+        return replace(cfg, output="score") if is_new else cfg
 
 
 @dataclass(frozen=True)
