@@ -21,7 +21,7 @@ from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, To
 PAIRS = ("data", "sampled")
 
 # streams with each token's share of its pair's loss, and of the pair's margin and order
-STREAMS = ("pair_loss", "margin", "pair_accuracy")
+STREAMS = ("pair_loss", "train/margin", "train/pair_accuracy")
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,10 @@ def with_shares(
 
 
 def loss_of_shares(scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-    """Returns the loss at today's weights, with its gradient, and the sum of each stream as
-    train/NAME; that of `pair_loss` is the loss."""
+    """Returns the loss at today's weights, with its gradient, and the sums of the streams beside
+    `pair_loss`, whose names are those of metrics."""
     scores_RW = jnp.where(batch.loss_weight != 0, scores.logprobs, 0.0)
     # 0, with the gradient of the scores
     slope_RW = batch.advantages * (scores_RW - jax.lax.stop_gradient(scores_RW))
-    sums = {
-        f"train/{name}": jnp.sum(batch.loss_weight * x) for name, x in batch.streams.items()
-    }
-    return sums.pop("train/pair_loss") - jnp.sum(batch.loss_weight * slope_RW), sums
+    sums = {name: jnp.sum(batch.loss_weight * x) for name, x in batch.streams.items()}
+    return sums.pop("pair_loss") - jnp.sum(batch.loss_weight * slope_RW), sums

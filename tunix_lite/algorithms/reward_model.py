@@ -18,7 +18,7 @@ from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, w
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
-STREAMS = ("pair_loss", "margin", "pair_accuracy", "reward")
+STREAMS = ("pair_loss", "train/margin", "train/pair_accuracy", "train/reward")
 
 
 @dataclass(frozen=True)

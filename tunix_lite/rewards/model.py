@@ -35,8 +35,6 @@ class RewardModel:
     normalize: bool = False
 
     def __post_init__(self):
-        if self.weights == "bundled":
-            raise ValueError("weights=bundled is no reward model; give the folder of one")
         if self.longest(_LONGEST) < 2 or self.batch_size < 1:
             raise ValueError(
                 f"max_length={self.max_length} must be at least 2, batch_size={self.batch_size} at "

@@ -262,14 +262,14 @@ class _Timed:
 
 def _timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-    scorers = {}
-    for name, scorer in policy.scorers.items():
-        scorers[name] = _Timed(f"time/{name}", scorer, seconds)
-    rescore = _Timed("time/rescore", policy.rescore, seconds)
-    compare = policy.compare
-    if compare is not None:
-        compare = _Timed(f"time/{TEACHER}", compare, seconds)
-    values = policy.values
-    if values is not None:
-        values = _Timed("time/values", values, seconds)
-    return replace(policy, scorers=scorers, rescore=rescore, compare=compare, values=values)
+
+    def timed(name: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
+        return None if scorer is None else _Timed(f"time/{name}", scorer, seconds)
+
+    return replace(
+        policy,
+        scorers={name: timed(name, scorer) for name, scorer in policy.scorers.items()},
+        rescore=timed("rescore", policy.rescore),
+        compare=timed(TEACHER, policy.compare),
+        values=timed("values", policy.values),
+    )

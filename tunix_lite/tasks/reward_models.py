@@ -34,19 +34,17 @@ class ScoringModel:
     def architecture(self, cfg: Architecture) -> Architecture:
         """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
         texts."""
-        longest = self.longest
-        of, right = "max_prompt_length + generation.max_new_tokens", ""
-        if self.reward is not None:
-            longest = self.reward.longest(cfg.max_positions)
-            of, right = "max_length", f"; write max_length: {cfg.max_positions}"
-        if longest > cfg.max_positions:
-            raise ValueError(
-                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"{of} is {longest}{right}"
-            )
+        most = cfg.max_positions
+        made = f"weights={self.settings.weights} was made for {most} tokens, and"
+        if self.reward is None:
+            if self.longest > most:
+                of = "max_prompt_length + generation.max_new_tokens"
+                raise ValueError(f"{made} {of} is {self.longest}")
+            return cfg
+        if (longest := self.reward.longest(most)) > most:
+            raise ValueError(f"{made} max_length is {longest}; write max_length: {most}")
         # whether the folder holds a reward model is seen when its weights are there
-        is_new = self.reward is not None and cfg.output == "logits"
-        return replace(cfg, output="score") if is_new else cfg
+        return replace(cfg, output="score") if cfg.output == "logits" else cfg
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,11 @@ class RewardScorer:
         # of a larger model, its text part
         config = config.get("text_config") or config
         numbers = [config.get(name) for name in ("mean", "std")] if settings.normalize else []
-        if not all(isinstance(x, int | float) for x in numbers) or not all(numbers[1:]):
+        are_numbers = all(isinstance(x, int | float) for x in numbers)
+        if not are_numbers or not all(std > 0 for std in numbers[1:]):
             raise ValueError(
                 f"normalize=true: config.json has mean={numbers[0]} and std={numbers[1]}; they "
-                "must be numbers, std not 0; leave normalize out"
+                "must be numbers, std above 0; leave normalize out"
             )
         text = replace(text, tokenizer=model.tokenizer)
         longest = settings.longest(model.cfg.max_positions)
