@@ -175,7 +175,8 @@ def build_learner(session: Session) -> Learner:
         with error_context(run.scoring_models[called].where):
             scorer = watched.scorers[called]
             scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
-    session.task = replace(session.task, scorers=scorers)
+    if scorers:
+        session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
