@@ -3,10 +3,10 @@ dense feed-forward of the same FLOPs: forward, and with gradients.
 
 python -m benchmarks.experts [--tokens 2048] [--experts 64] [--per-token 8] [--width 512] [--inner 256] [--block 64]
 
-`--compile h100 v5e-1` times nothing. It compiles the mixture in bfloat16 for devices that need not be there, and counts
-what its products do, beside the least that they could do: FLOPs of pairs, no block filled up; weights of reached experts
-once, and pairs once in and out; on a GPU a kernel for each product, on a TPU one for each block, and one for each
-matrix that several blocks share.
+`--compile h100 v5e-1` times nothing. It compiles the mixture in bfloat16 for devices that need not be there, and
+counts what its products do, beside the least that they could do: FLOPs of pairs, no block filled up; weights of
+reached experts once, and pairs once in and out; on a GPU a kernel for each product, on a TPU one for each block, and
+one for each matrix that several blocks share.
 """
 
 import argparse

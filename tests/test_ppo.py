@@ -24,9 +24,9 @@ from tunix_lite.basics.types import (
     Graded,
     Rollout,
     SampledTurn,
+    TokenScores,
     TrainState,
     TurnReply,
-    ValuedScores,
 )
 from tunix_lite.inference.language_model import load
 from tunix_lite.learner.critic import both_optimizers, token_values, with_critic, with_values
@@ -246,7 +246,7 @@ def test_the_loss_of_values_is_the_larger_of_two_errors():
     )
 
     def loss(values, algorithm):
-        return algorithm.loss(ValuedScores(jnp.zeros((1, 4)), jnp.zeros((1, 4)), values), batch)
+        return algorithm.loss(TokenScores(jnp.zeros((1, 4)), jnp.zeros((1, 4)), values=values), batch)
 
     expected = 0.5 * (0.25 * 0.4**2 + 0.25 * 0.3**2 + 0.5 * 1)
     (total, metrics), slope = jax.value_and_grad(loss, has_aux=True)(values, PPO(value_coef=3.0))
@@ -265,7 +265,7 @@ def test_the_policy_part_of_the_loss_is_the_clipped_gain():
     batch = rows_of(
         loss_weight=[[0.5, 0.5]], advantages=[[2.0, -1.0]], old_logprobs=zeros, returns=zeros, old_values=zeros
     )
-    total, metrics = PPO(entropy_coef=0.1).loss(ValuedScores(logprobs, jnp.ones((1, 2)), zeros), batch)
+    total, metrics = PPO(entropy_coef=0.1).loss(TokenScores(logprobs, jnp.ones((1, 2)), values=zeros), batch)
     assert float(total) == pytest.approx(-0.5 * 1.2 * 2 + 0.5 * np.exp(0.5) - 0.1, rel=1e-6)
     assert float(metrics["train/clipped_high"]) == 0.5
 
@@ -273,13 +273,13 @@ def test_the_policy_part_of_the_loss_is_the_clipped_gain():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"critic": "two"}, "critic='two'; it is shared or own"),
+        ({"critic": "two"}, "critic=two must be shared or own"),
         ({"gamma": 1.1}, "gamma=1.1 must be between 0 and 1"),
-        ({"value_coef": 0}, "value_coef=0 must be above 0: else no critic learns; algorithm=grpo has none"),
+        ({"value_coef": 0}, "value_coef=0 must be above 0"),
         ({"mini_batches": 2}, "updates_per_rollout=1 must be a multiple of mini_batches=2"),
-        ({"value_clip": 0.0}, "value_clip=0.0 must be above 0, or null"),
+        ({"value_clip": 0.0}, "value_clip=0.0 must be above 0"),
         ({"critic_learning_rate": 0.0}, "critic_learning_rate=0.0 must be above 0"),
-        ({"critic_warmup": -1}, "critic_warmup=-1 must not be negative"),
+        ({"critic_warmup": -1}, "critic_warmup=-1 must be 0 or more"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, says):

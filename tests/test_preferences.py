@@ -145,7 +145,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     run = compose(["algorithm=distill", *words, *QUICK])
     other = replace(cfg, num_layers=1, mlp_dim=40)
     resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, plan_batch(run, 1), RowLayout(), 4, "xla", "cpu")
-    resolved = replace(resolved, frozen_models={"teacher": _FrozenModel(other, "fp32", "xla")})
+    resolved = replace(resolved, frozen_models={"teacher": _FrozenModel(other, "fp32", "xla", resolved.mesh_shape)})
     weights = random_params(other, seed=9)
     policy = policy_of(resolved, frozen_models={"teacher": weights})
     mask = np.asarray(rollout.completion_mask)

@@ -16,7 +16,9 @@ from conftest import random_params, set_mesh
 from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
 from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.commands.evaluate import EvaluateTaskConfig, _check_models, evaluate_model
 from tunix_lite.inference.export import export
+from tunix_lite.inference.language_model import GREEDY
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -26,12 +28,14 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer, read_until
+from tunix_lite.parallel.mesh import as_text, part_of_mesh
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.runs.setup import find_parts, prepare
 from tunix_lite.settings.compose import compose
+from tunix_lite.settings.resolved_parts import policy_of
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks.messages import Message
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
@@ -126,6 +130,13 @@ def test_a_margin_that_is_no_number_is_refused():
         RewardModelTraining(centering=-1)
 
 
+def test_a_column_of_margins_that_is_not_there_is_said_when_rows_are_read(pairs):
+    words = [*TINY, *TRAIN, f"task.train={pairs}"]
+    find_parts(compose([*words, "algorithm.margin=gap"]))
+    with pytest.raises(ConfigError, match=rf"task: {pairs}, line 1: algorithm.margin=gaps: a pair has None there"):
+        find_parts(compose([*words, "algorithm.margin=gaps"]))
+
+
 # ---- which tokens, and which of them is read
 
 
@@ -193,7 +204,7 @@ def scorer_of(path, num_rows: int = 3, **settings) -> RewardScorer:
     policy = make_policy(model.cfg, None, 1.0, reference=params, rows=RowLayout("none", 1, 1, num_rows=num_rows))
     text = PromptText(PromptTemplate("{question}"), "text", model.tokenizer)
     settings = RewardModel(str(path), storage="fp32", **settings)
-    return RewardScorer(settings, text, policy.scorers["reference"], num_rows, source.text_config(model))
+    return RewardScorer.of(settings, text, model, policy.scorers["reference"], num_rows)
 
 
 EXAMPLES = [{"question": "1 + 2"}, {"question": "12 + 7 - 3"}, {"question": "4"}, {"question": "8 - 5 + 20 + 11"}]
@@ -202,8 +213,8 @@ COMPLETIONS = ["3", "12 + 7 = 19\n19 - 3 = 16\nThe answer is 16.", "", "The answ
 
 def test_a_reward_model_reads_its_own_template_in_batches(folder):
     scorer = scorer_of(folder)
-    one = scorer.row(EXAMPLES[0], "3")
-    assert one == scorer.text.tokenizer.encode("user: 1 + 2\nassistant: 3\n")
+    one, length = scorer.row(EXAMPLES[0], "3")
+    assert length == len(one) and one == scorer.text.tokenizer.encode("user: 1 + 2\nassistant: 3\n")
     found = [outcome.value for outcome in scorer(EXAMPLES, COMPLETIONS)]
     alone = [scorer([e], [c])[0].value for e, c in zip(EXAMPLES, COMPLETIONS)]
     np.testing.assert_allclose(found, alone, atol=1e-6)
@@ -221,12 +232,25 @@ def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
     words = ["+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: " + str(tmp_path) + "}"]
     with pytest.raises(ConfigError, match=r"task.rewards.rm.weights: .* has no config.json"):
         find_parts(compose([*TINY, *words]))
+    plain = source.locate(ModelConfig())
     with pytest.raises(ValueError, match="normalize=true: config.json has mean=None and std=None"):
-        RewardScorer(RewardModel("x", normalize=True), None, None, 1, {})
+        RewardScorer.of(RewardModel("x", normalize=True), None, plain, None, 1)
+    assert find_parts(compose([*TINY, reward(folder)])).resolved.as_scorer("reward_rm").lengths == (511, 1)
     with pytest.raises(ConfigError, match="was made for 512 tokens, and max_length is 4096; write max_length: 512"):
         find_parts(compose([*TINY, reward(folder, max_length=4096)]))
     with pytest.raises(ConfigError, match=r"rewards.rm is a reward model, which reads single turns"):
         compose(["task=guessing", *words])
+
+
+@pytest.mark.parametrize("lie", [{"num_labels": 2}, {"id2label": {"0": "bad", "1": "good"}}])
+def test_labels_that_the_head_does_not_have_are_refused(folder, tmp_path, lie):
+    """With the file and the key."""
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | lie))
+    (key,) = lie
+    with pytest.raises(ValueError, match=rf"{file}: {key}=.*, and the model of a reward has 1 label; score.weight is "):
+        source.download(source.locate(ModelConfig(weights=str(tmp_path / "model"))))
 
 
 # ---- in a run
@@ -237,22 +261,71 @@ def reward(folder, **more) -> str:
     return f"+task.rewards.rm={{_target_: tunix_lite.rewards.model.RewardModel, weights: {folder}{settings}}}"
 
 
-def test_a_run_learns_from_a_reward_model(folder, tmp_path):
-    """Its rewards are those of the scorer, on the completions that the samples file has."""
-    words = [reward(folder, storage="fp32", max_length=128), "training.max_steps=1", "training.prompts_per_step=2",
-             "generation.max_new_tokens=8", "evaluation.num_examples=2", "evaluation.num_samples=0",
-             "tracking.samples_interval_steps=1", "algorithm.num_generations=2"]  # fmt: skip
+@pytest.mark.parametrize("place", [{}, {"mesh_shape": "[[1,1],[fsdp,tp]]"}])
+def test_a_run_learns_from_a_reward_model(folder, tmp_path, place):
+    """Its rewards are those of the scorer, on the completions that the samples file has; also where the reward model
+    has one of the two devices of the run. Conversations that were cut are counted, and the samples say which."""
+    words = [reward(folder, storage="fp32", max_length=20, **place), "training.max_steps=1",
+             "training.prompts_per_step=2", "generation.max_new_tokens=8", "evaluation.num_examples=2",
+             "evaluation.num_samples=0", "tracking.samples_interval_steps=1", "algorithm.num_generations=2",
+             f"model.mesh_shape=[[{1 + len(place)},1],[fsdp,tp]]"]  # fmt: skip
     train(compose([*TINY, *words]), tmp_path / "run")
     samples = [json.loads(line) for file in (tmp_path / "run" / "samples").glob("step*1.jsonl")
                for line in file.read_text().splitlines()]  # fmt: skip
     examples = [{"question": one["prompt"].removeprefix("What is ").removesuffix("?")} for one in samples]
-    scorer = scorer_of(folder)
+    set_mesh(1, 1)
+    scorer = scorer_of(folder, max_length=20)
     scorer = replace(scorer, text=replace(scorer.text, template=PromptTemplate("What is {question}?")))
     expected = scorer(examples, [one["completion"] for one in samples])
     np.testing.assert_allclose([one["rewards"]["rm"] for one in samples], [one.value for one in expected], atol=1e-5)
     (row,) = [row for row in rows_of(tmp_path / "run") if "reward/rm" in row]
     assert row["time/reward_rm"] > 0 and row["reward/rm"] == pytest.approx(np.mean([o.value for o in expected]))
     assert "reward_rm" in (tmp_path / "run" / "plan.json").read_text()
+    texts = [f"user: {one['prompt']}\nassistant: {one['completion']}\n" for one in samples]
+    is_cut = [len(scorer.text.tokenizer.encode(text)) > 20 for text in texts]
+    assert row["rewards/cut"] == sum(is_cut) > 0
+    assert [one["failed"].get("reward 'rm'", "").startswith("cut: ") for one in samples] == is_cut
+
+
+@pytest.mark.parametrize("own", [None, ((1, 1), ("fsdp", "tp")), ((1, 2), ("fsdp", "tp"))])
+def test_numbers_do_not_depend_on_the_devices(folder, own):
+    """On 2 x 2 devices, on the first one of them, and on the first two, by tp: those of a single device."""
+    text = "" if own is None else as_text(own)
+    run = compose([*TINY[:4], reward(folder, storage="fp32", **({"mesh_shape": text} if own else {}))])
+    run = replace(run, training=replace(run.training, packing="none"))
+    alone = [one.value for one in scorer_of(folder)(EXAMPLES, COMPLETIONS)]
+    set_mesh(2, 2)
+    resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 2}, "cpu")
+    model = source.with_score(source.download(source.locate(ModelConfig(weights=str(folder)))))
+    theirs = resolved.as_scorer("reward_rm")
+    with part_of_mesh(theirs.mesh_shape):
+        params = source.load_base(model, 0, "fp32")
+    assert len(params["embed"].devices()) == (4 if own is None else np.prod(own[0]))
+    policy = policy_of(resolved, frozen_models={"reward_rm": params})
+    words = PromptText(PromptTemplate("{question}"), "text", model.tokenizer)
+    settings = run.scoring_models["reward_rm"].reward
+    scorer = RewardScorer.of(settings, words, model, policy.scorers["reward_rm"], theirs.batch.sequences)
+    found = [one.value for one in scorer(EXAMPLES, COMPLETIONS)]
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def test_an_evaluation_asks_the_reward_model(folder, tmp_path):
+    """Its mean reward is that of the greedy completions. A folder that is not there is said before a model is loaded."""
+    words = ["generation.max_new_tokens=8", "task.rewards.correct.weight=0", "rewards.workers=0"]
+    run = compose([*words, reward(folder, storage="fp32"), ONE])
+    model = load("bundled", mesh_shape=((1, 1), ("fsdp", "tp")))
+    options = EvaluateTaskConfig(num_examples=3)
+    found = evaluate_model(model, run, options)["reward"].value
+    examples = [run.task.source.held_out[i] for i in range(3)]
+    asked = [f"What is {one['question']}?" for one in examples]
+    completions = [one.text for one in model.generate(asked, replace(GREEDY, max_new_tokens=8))]
+    scorer = scorer_of(folder)
+    scorer = replace(scorer, text=replace(scorer.text, template=PromptTemplate("What is {question}?")))
+    expected = [one.value for one in scorer(examples, completions)]
+    assert found == pytest.approx(np.mean(expected), abs=1e-4)
+    run = compose([*words, reward(tmp_path / "no")])
+    with pytest.raises(ConfigError, match=r"task.rewards.rm.weights: "):
+        _check_models(run, options)
 
 
 @pytest.mark.parametrize("storage", ["fp32", "int8"])
@@ -273,7 +346,7 @@ def test_a_plan_counts_the_reward_model(folder, storage):
 def test_only_a_run_loads_a_reward_model(folder, tokenizer):
     task = Task(compose([*TINY, reward(folder)]).task, tokenizer, 32, 8)
     rollout = SimpleNamespace(tokens=np.array([[5, 6]]), completion_mask=np.array([[False, True]]))
-    with pytest.raises(ValueError, match="rewards.rm is a reward model, which a training run alone loads"):
+    with pytest.raises(ValueError, match="rewards.rm is a reward model, which a run and `tunix-lite evaluate` load"):
         task.grader([{"question": "1 + 2", "answer": "3"}]).results(rollout)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
+from tunix_lite.runs.setup import check_fields, check_in_memory, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.row_files import Rows
@@ -123,11 +123,11 @@ def test_a_row_that_needs_a_token_without_an_embedding_is_named_at_the_start(
         json_lines(tmp_path / f"{name}.jsonl", rows if (name == "train") == (shown == 2) else rows[:1])
     paths = [f"task.{name}={tmp_path / name}.jsonl" for name in ("train", "held_out")]
     config = ["task=jsonl", *paths, "task.prompt={word}", REWARD]
-    check_embedded(words(config, tokenizer), learned)
+    check_in_memory(words(config, tokenizer), learned)
     with pytest.raises(
         ValueError, match=rf"jsonl, line {shown}: a text holds .*, token {beyond} .* for {beyond} tokens"
     ):
-        check_embedded(words(config, replace(tokenizer, vocab_size=beyond)), learned)
+        check_in_memory(words(config, replace(tokenizer, vocab_size=beyond)), learned)
 
 
 def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):

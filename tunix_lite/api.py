@@ -10,14 +10,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.ppo import PPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError, RunFailed
-from tunix_lite.basics.types import (
-    Batch,
-    Graded,
-    Rollout,
-    TokenScores,
-    TrainState,
-    ValuedScores,
-)
+from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores, TrainState
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
 from tunix_lite.commands.train_agent import train_agent
 from tunix_lite.inference.export import export
@@ -79,7 +72,6 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "TrainingClient",
-    "ValuedScores",
     "compose",
     "correct",
     "evaluate_model",

@@ -19,7 +19,7 @@ from conformance.formulas import OTHER_LOGITS, value_and_gradient
 from conformance.rows import LONGEST, Variant
 from tunix_lite.algorithms.algorithm import Algorithm, Policy, TeacherComparison
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.basics.types import Batch, ComparedScores, Graded, Rollout, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Rollout, RowBatch, TokenScores
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.divergence import Kind, head_divergence
 from tunix_lite.models.vocabulary import head_spec
@@ -197,7 +197,7 @@ def _unpacked(settings: str, sampled: str, names: tuple[str, ...]) -> dict[str, 
     return found
 
 
-def _scores(algorithm: Algorithm, here: jax.Array, ref: jax.Array) -> TokenScores | ComparedScores:
+def _scores(algorithm: Algorithm, here: jax.Array, ref: jax.Array) -> TokenScores:
     """What a policy gives of log-probabilities [F, B, T], and of those of a teacher.
 
     What depends on a whole distribution is that of four tokens, formulas.OTHER_LOGITS.
@@ -209,7 +209,7 @@ def _scores(algorithm: Algorithm, here: jax.Array, ref: jax.Array) -> TokenScore
     if comparison is None:
         return TokenScores(here, entropy)
     apart = _divergence(comparison, *(x.reshape(-1, x.shape[-1]) for x in (here, ref)))
-    return ComparedScores(here, entropy, apart.reshape(here.shape))
+    return TokenScores(here, entropy, divergence=apart.reshape(here.shape))
 
 
 def _divergence(comparison: TeacherComparison, here: jax.Array, ref: jax.Array) -> jax.Array:

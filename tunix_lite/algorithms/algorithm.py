@@ -102,9 +102,9 @@ class Policy:
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
     # `scores` for use in `collect`; an algorithm that calls it says Needs(rescore=True)
     rescore: Rescorer | None = None
-    # comparer of the algorithm's batches, so that `scores` are ComparedScores; None: no comparison
+    # comparer of the algorithm's batches, so that `scores` have divergence; None: no comparison
     compare: Comparer | None = None
-    # values of the critic, so that `scores` are ValuedScores; None: `needs.critic` names none
+    # values of the critic, so that `scores` have values; None: `needs.critic` names none
     values: Rescorer | None = None
 
 
@@ -202,10 +202,10 @@ class Needs:
     streams: tuple[str, ...] = ()
     # models.source.TeacherConfig by name: models that the run loads as policy.scorers
     frozen_models: Mapping[str, Any] = field(default_factory=dict)
-    # `collect` calls policy.compare with this model, and the loss gets ComparedScores
+    # `collect` calls policy.compare with this model, and the scores of the loss have divergence
     comparison: TeacherComparison | None = None
     # Network that trains beside the policy. `collect` gets both in params and calls policy.values,
-    # and the loss gets ValuedScores. None: the policy trains alone
+    # and the scores of the loss have values. None: the policy trains alone
     critic: Critic | None = None
     # updates that `collect` makes a batch for: so many mini-batches, one after the other
     mini_batches: int = 1

@@ -55,18 +55,12 @@ class Distill:
     """Learns from a teacher's scores of its own completions.
     Example: Distill(teacher=TeacherConfig("google/gemma-3-4b-it"), num_generations=4)."""
 
-    # a tunix_lite.models.source.TeacherConfig, which the run loads
+    # conf/algorithm/distill.yaml explains each setting
     teacher: Any = None
-    # Completions sampled for each prompt. At least 1, or 2 if reward_coef is above 0.
     num_generations: int = 4
-    # What is compared with the teacher: token (the sampled one), or distributions by reverse,
-    # forward or jensen_shannon.
     divergence: str = "token"
-    # Weight of the teacher in the mixture, between 0 and 1. Used by divergence=jensen_shannon.
     mix: float = 0.5
-    # Weight of the teacher's part of the objective, above 0.
     teacher_coef: float = 1.0
-    # Weight of the advantages from the task's rewards. 0 ignores the rewards.
     reward_coef: float = 0.0
     advantages: Callable = centre  # rewards [P, G] -> advantages [P, G]
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]

@@ -15,13 +15,13 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.groups import Groups, sample_groups
-from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, with_shares
+from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
 from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
 
 # streams with each token's share of its pair's loss, and of the pair's margin and order
-STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
+STREAMS = ("pair_loss", "train/margin", "train/pair_accuracy")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,9 @@ class DPO:
     """Learns from pairs of completions: of the data, or made of sampled groups by their rewards.
     Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4."""
 
-    # Source of pairs: data (`chosen` and `rejected` of each example) or sampled (best and worst of
-    # a group).
+    # conf/algorithm/dpo.yaml explains each setting
     pairs: str = "data"
-    # Completions per prompt. pairs=data needs exactly 2, pairs=sampled needs 2 or more.
     num_generations: int = 2
-    # Strength of the pull towards the reference, in 1/nats. A smaller value lets the policy move
-    # further.
     beta: float = 0.1
 
     def __post_init__(self):
@@ -77,20 +73,7 @@ class DPO:
     ) -> tuple[Batch, Metrics, Graded | None]:
         """Pairs -> their margins under today's weights and the reference -> the batch."""
         if self.pairs == "data":
-            # row 2p is chosen, row 2p + 1 rejected
-            both = [task.demonstrations(examples, name) for name in FIELDS]
-            arrays = tuple(
-                np.stack(pair, axis=1).reshape(2 * len(examples), -1)
-                for pair in zip(*both, strict=True)
-            )
-            chosen = np.arange(0, 2 * len(examples), 2)
-            rejected = chosen + 1
-            lengths = arrays[2].sum(axis=1)
-            metrics = {
-                "completions/mean_length": float(lengths.mean()),
-                "completions/mean_length_chosen": float(lengths[chosen].mean()),
-                "completions/mean_length_rejected": float(lengths[rejected].mean()),
-            }
+            arrays, (chosen, rejected), metrics = pairs_of_data(task.demonstrations, examples)
             if task.long_prompts == "truncate":
                 metrics["prompts/truncated"] = task.truncated(examples)
             graded = None
@@ -129,13 +112,8 @@ class DPO:
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""
-        loss, logged = loss_of_shares(scores, batch, STREAMS[0])
-        metrics = {
-            "train/dpo_loss": logged["pair_loss"],
-            "train/margin": logged["pair_margin"],
-            "train/pair_accuracy": logged["pair_is_right"],
-        }
-        return loss, metrics
+        loss, metrics = loss_of_shares(scores, batch)
+        return loss, metrics | {"train/dpo_loss": loss}
 
 
 def _best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:

@@ -81,17 +81,13 @@ class Objective:
     wrong by themselves, do not go together, or would change nothing.
     Example: GRPO(clip_high=0.3, surrogate=sapo) is refused, as sapo clips no ratio."""
 
-    # Completions sampled for each prompt, called its group. At least 2.
+    # conf/algorithm/parts/common.yaml explains each setting
     num_generations: int = 8
-    # Optimizer updates made from one rollout, a multiple of mini_batches.
     updates_per_rollout: int = 1
-    # Parts that a rollout is split into. Each update trains on the next part. 1 does not split it.
     mini_batches: int = 1
     advantages: Callable = adv.standardise  # rewards [P, G] -> advantages [P, G]
-    # Limits every advantage to the range from -x to x. null sets no limit.
     advantage_clip: float | None = None
     weighting: Callable = weighting.per_token  # completion mask [B, T] -> loss weights [B, T]
-    # log-ratios of tokens -> log-ratios (algorithms/ratios.py)
     ratio: Callable = ratios.token_ratio
     surrogate: Callable = (
         surrogates.clip
@@ -100,28 +96,15 @@ class Objective:
     clip_low: float | None = 0.2
     # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
     clip_high: float | None = 0.28
-    # Weight of the KL divergence from the reference model. 0 loads no reference.
     kl_coef: float = 0.0
-    # Estimator of that KL: k3_exact, k3, k3_ratio or k2 in the loss, k1_reward in the reward.
     kl_estimator: str = "k3_exact"
-    # Weight of the entropy bonus. 0 adds none.
     entropy_coef: float = 0.0
-    # Old log-probabilities in the ratio: whole (sampler, full softmax), sampled (sampler, after
-    # top_k, top_p and min_p) or rescored (computed again by the trainer).
     old_logprobs: str = "whole"
-    # Function that reweights tokens where trainer and sampler differ. Needs old_logprobs=rescored.
     correction: Callable | None = None
-    # Drops a completion with negative advantage whose mean log-probability fell by more than this,
-    # in nats per token. null drops none.
     off_policy_delta: float | None = None
-    # What happens to a group of equal rewards: keep, drop (weight 0) or replace (draw another
-    # prompt).
     agreeing_groups: str = "keep"
-    # Most draws of prompts for one batch, used by agreeing_groups=replace.
     max_rounds: int = 1
-    # Function of completion lengths that is added to the rewards. null adds nothing.
     shaping: Callable | None = None
-    # true gives no weight to completions that reached max_new_tokens without an end.
     mask_truncated: bool = False
 
     def __post_init__(self):

@@ -7,7 +7,7 @@ over tokens, and its gradient is that of the loss, for the first update of a bat
 one (docs/decisions/0019).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,26 @@ from tunix_lite.basics.types import Batch, Metrics, RowBatch, TokenScores
 
 # fields of an example, in the order in which the two of a pair stand in a batch
 FIELDS = ("chosen", "rejected")
+
+
+def pairs_of_data(
+    read: Callable[..., tuple[np.ndarray, ...]], examples: list[dict]
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, np.ndarray], Metrics]:
+    """The arrays of both answers of each example, [2 P, T], row 2p the chosen one; the rows of the
+    chosen and of the rejected ones; metrics of lengths. read: (examples, name of a field) ->
+    arrays, of which the last says which tokens an answer has."""
+    arrays = tuple(
+        np.stack(pair, axis=1).reshape(2 * len(examples), -1)
+        for pair in zip(*(read(examples, name) for name in FIELDS), strict=True)
+    )
+    lengths = arrays[-1].sum(axis=1)
+    metrics = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/mean_length_chosen": float(lengths[0::2].mean()),
+        "completions/mean_length_rejected": float(lengths[1::2].mean()),
+    }
+    chosen = np.arange(0, 2 * len(examples), 2)
+    return arrays, (chosen, chosen + 1), metrics
 
 
 def with_shares(
@@ -35,25 +55,22 @@ def with_shares(
     lengths = counts.sum(axis=1)
     both = np.maximum(lengths[rows[0]] + lengths[rows[1]], 1)
 
-    def of_tokens(values: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        of_row = np.zeros(len(counts))
+    def of_tokens(*values: np.ndarray) -> np.ndarray:
+        of_row = np.zeros((len(counts), 1))
         for here, of_pair in zip(rows, values):
-            of_row[here] = of_pair
-        return np.broadcast_to(of_row[:, None], counts.shape).astype(np.float32)
+            of_row[here, 0] = of_pair
+        return np.broadcast_to(of_row, counts.shape).astype(np.float32)
 
     # the sum over all tokens of a pair, weighted, is the pair's share of the mean
-    streams = {name: of_tokens((x / both, x / both)) for name, x in logged.items()}
-    advantages = of_tokens((-slopes[0], -slopes[1]))
-    return batch.replace(advantages=advantages, streams=streams)
+    streams = {name: of_tokens(x / both, x / both) for name, x in logged.items()}
+    return batch.replace(advantages=-of_tokens(*slopes), streams=streams)
 
 
-def loss_of_shares(
-    scores: TokenScores, batch: RowBatch, of_loss: str
-) -> tuple[jax.Array, Metrics]:
-    """Returns the loss at today's weights, with its gradient, and the sum of each stream by its
-    name. of_loss: the stream of the losses."""
+def loss_of_shares(scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    """Returns the loss at today's weights, with its gradient, and the sums of the streams beside
+    `pair_loss`, whose names are those of metrics."""
     scores_RW = jnp.where(batch.loss_weight != 0, scores.logprobs, 0.0)
     # 0, with the gradient of the scores
     slope_RW = batch.advantages * (scores_RW - jax.lax.stop_gradient(scores_RW))
     sums = {name: jnp.sum(batch.loss_weight * x) for name, x in batch.streams.items()}
-    return sums[of_loss] - jnp.sum(batch.loss_weight * slope_RW), sums
+    return sums.pop("pair_loss") - jnp.sum(batch.loss_weight * slope_RW), sums

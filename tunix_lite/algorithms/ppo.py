@@ -29,12 +29,21 @@ from tunix_lite.basics.types import (
     Metrics,
     Params,
     RowBatch,
-    ValuedScores,
+    TokenScores,
     policy_part,
 )
 
 # the streams of its batches: R, and V of the critic before the update
 STREAMS = ("returns", "old_values")
+# what settings must be, where they are not null
+_RULES = {
+    "at least 1": ("num_generations updates_per_rollout mini_batches", lambda x: x >= 1),
+    "shared or own": ("critic", lambda x: x in ("shared", "own")),
+    "between 0 and 1": ("gamma gae_lambda", lambda x: 0 <= x <= 1),
+    # with value_coef=0 no critic would learn
+    "above 0": ("critic_learning_rate value_coef value_clip", lambda x: x > 0),
+    "0 or more": ("critic_warmup clip_low clip_high kl_coef entropy_coef", lambda x: x >= 0),
+}
 
 
 @dataclass(frozen=True)
@@ -42,71 +51,36 @@ class PPO:
     """Learns from advantages over what a critic expects, token by token, and trains the critic.
     Example: PPO(critic="own", gae_lambda=1.0, kl_coef=0.01, critic_warmup=20)."""
 
-    # Completions sampled for each prompt, at least 1.
+    # conf/algorithm/ppo.yaml explains each setting
     num_generations: int = 8
-    # Optimizer updates made from one rollout, a multiple of mini_batches.
     updates_per_rollout: int = 1
-    # Parts that a rollout is split into. Each update trains on the next part. 1 does not split it.
     mini_batches: int = 1
-    # shared: a value head on the policy's layers. own: a second network, which begins as a copy of
-    # the policy.
     critic: str = "shared"
-    # Peak learning rate of the critic. null takes that of the policy.
     critic_learning_rate: float | None = None
-    # Updates at the start in which only the critic learns.
     critic_warmup: int = 0
-    # Discount of what comes a token later, from 0 to 1.
     gamma: float = 1.0
-    # Weight of later tokens in an advantage, from 0 (one step) to 1 (the whole completion).
     gae_lambda: float = 0.95
-    # true lets the critic stand for what follows where max_new_tokens cut a completion off. false
-    # takes the cut for its end.
     bootstrap_truncated: bool = False
-    # true scales advantages to mean 0 and variance 1 over all tokens of a rollout.
     whiten: bool = True
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
-    # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
     clip_low: float | None = 0.2
-    # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
     clip_high: float | None = 0.2
-    # Weight of the value loss, above 0.
     value_coef: float = 0.5
-    # Distance from its old value beyond which a value gains nothing. null does not clip.
     value_clip: float | None = 0.2
-    # Reward that a token loses per nat of KL divergence from the reference model. 0 loads no
-    # reference.
     kl_coef: float = 0.0
-    # Weight of the entropy bonus. 0 adds none.
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        problems = {
-            f"num_generations={self.num_generations} must be at least 1": self.num_generations
-            < 1,
-            f"updates_per_rollout={self.updates_per_rollout} must be a multiple of "
-            f"mini_batches={self.mini_batches}, which is at least 1": (
-                self.mini_batches < 1
-                or self.updates_per_rollout < 1
-                or self.updates_per_rollout % self.mini_batches > 0
-            ),
-            f"critic={self.critic!r}; it is shared or own": self.critic
-            not in ("shared", "own"),
-            f"critic_learning_rate={self.critic_learning_rate} must be above 0": (
-                self.critic_learning_rate is not None and self.critic_learning_rate <= 0
-            ),
-            f"value_coef={self.value_coef} must be above 0: else no critic learns; algorithm=grpo "
-            "has none": self.value_coef <= 0,
-            f"value_clip={self.value_clip} must be above 0, or null": (
-                self.value_clip is not None and self.value_clip <= 0
-            ),
-        }
-        for name in ("gamma", "gae_lambda"):
-            value = getattr(self, name)
-            problems[f"{name}={value} must be between 0 and 1"] = not 0 <= value <= 1
-        for name in ("kl_coef", "entropy_coef", "critic_warmup", "clip_low", "clip_high"):
-            value = getattr(self, name)
-            problems[f"{name}={value} must not be negative"] = value is not None and value < 0
+        problems = {}
+        for rule, (names, is_right) in _RULES.items():
+            for name in names.split():
+                value = getattr(self, name)
+                wrong = value is not None and not is_right(value)
+                problems[f"{name}={value} must be {rule}"] = wrong
         refuse(problems)
+        of_parts = f"a multiple of mini_batches={self.mini_batches}"
+        problem = f"updates_per_rollout={self.updates_per_rollout} must be {of_parts}"
+        refuse({problem: self.updates_per_rollout % self.mini_batches > 0})
 
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
@@ -186,7 +160,7 @@ class PPO:
         )
         return batch, metrics, groups.graded
 
-    def loss(self, scores: ValuedScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
+    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""
         # the policy's part is GRPO's, with advantages of tokens
         policy = GRPO(

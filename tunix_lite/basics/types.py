@@ -106,39 +106,14 @@ class TokenScores(NamedTuple):
     is_likeliest: jax.Array | None = None
     # learner.routing.ExpertSums of the forward pass, not [R, W]; None: a model without experts
     experts: Any = None
+    # what the critic expects before each of these tokens, in units of the reward, with a gradient;
+    # None: there is no critic
+    values: jax.Array | None = None
+    # nats from the teacher, with its gradient by the policy: the policy draws from (1/2, 1/2), the
+    # teacher from (1/4, 3/4) -> reverse KL 0.144; None: there is no teacher
+    divergence: jax.Array | None = None
 
     # numpy would make one array of the fields without a word; so it raises TypeError
-    __array_ufunc__ = None
-
-
-class ComparedScores(NamedTuple):
-    """TokenScores, and how far the policy is from a teacher at each of these tokens.
-
-    Example: the policy draws from (1/2, 1/2), the teacher from (1/4, 3/4) -> reverse KL 0.144 nats.
-    """
-
-    logprobs: jax.Array
-    entropy: jax.Array
-    divergence: jax.Array  # in nats, float32, 0 elsewhere; its gradient is that by the policy
-    experts: Any = None  # as TokenScores
-
-    # as TokenScores
-    __array_ufunc__ = None
-
-
-class ValuedScores(NamedTuple):
-    """TokenScores, and what the critic finds of the state before each of these tokens.
-
-    Example: the critic expects a reward of 0.8 once `The answer is 4` is read -> values 0.8 at the
-    token after it.
-    """
-
-    logprobs: jax.Array
-    entropy: jax.Array
-    values: jax.Array  # float32, in units of the reward, 0 elsewhere; it has a gradient
-    experts: Any = None  # of the policy, as TokenScores
-
-    # as TokenScores
     __array_ufunc__ = None
 
 

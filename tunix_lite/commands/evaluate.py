@@ -42,9 +42,11 @@ from tunix_lite.runs.evaluate import (
     held_out_examples,
     model_scores,
     rollout_sizes,
+    with_reward_models,
 )
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.runs.setup import locate_frozen
 from tunix_lite.settings.config import RunConfig, build, plain
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import TaskConfig
@@ -213,6 +215,8 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
                 raise ConfigError("only a run has an against_step")
             models["weights of evaluate.against"] = source.locate(other)
     seen = {}
+    scoring = {name: one for name, one in run.scoring_models.items() if one.reward}
+    locate_frozen(scoring, models["weights"])
     for name, model in models.items():
         task, examples = held_out_examples(
             run, model.tokenizer, options.num_examples, options.reference
@@ -278,6 +282,9 @@ def _score(
     counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
+    scoring = {name: one for name, one in run.scoring_models.items() if one.reward}
+    located = locate_frozen(scoring, model.source)
+    task = with_reward_models(task, scoring, located, model.mesh, model.dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     progress = SamplingProgress(StandardError(), rollout_sizes(count, options.num_samples))
     with (

@@ -439,8 +439,7 @@ def _describe(
     if model.cfg.output == "score":
         served = (
             "python run_training.py '+task.rewards.rm={_target_: "
-            f"tunix_lite.rewards.model.RewardModel, weights: {out}, "
-            f"max_length: {min(1024, model.cfg.max_positions)}}}'"
+            f"tunix_lite.rewards.model.RewardModel, weights: {out}}}'"
         )
 
     (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.basics.types import (
     Batch,
-    ComparedScores,
     Params,
     RowBatch,
     TokenScores,
@@ -111,20 +110,20 @@ def description_program(
 
 def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
-) -> Callable[..., ComparedScores]:
+) -> Callable[..., TokenScores]:
     """The scores of the policy, and how far it is from the teacher at each token that counts.
     scores: policy.batch_scores with its settings."""
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
 
-    def compared(params: Params, batch: RowBatch) -> ComparedScores:
+    def compared(params: Params, batch: RowBatch) -> TokenScores:
         def head(
             before_RMD: jax.Array,
             table_VD: jax.Array,
             targets_RM: jax.Array,
             softcap: float | None,
             temperature: float,
-        ) -> ComparedScores:
+        ) -> TokenScores:
             # the scores of the sampled tokens, as without a comparison
             sampled = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
             spec = head_spec(len(table_VD), softcap, temperature)
@@ -137,7 +136,7 @@ def with_divergence(
                 at_scored(batch.streams[HIDDEN], batch),
                 batch.constants[TABLE],
             )
-            return ComparedScores(sampled.logprobs, sampled.entropy, divergence)
+            return sampled._replace(divergence=divergence)
 
         return scores(params, batch, head=head)
 

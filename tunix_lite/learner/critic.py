@@ -6,7 +6,6 @@ is predicted, as the token's log-probability is.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Critic
-from tunix_lite.basics.types import (
-    CRITIC,
-    POLICY,
-    Params,
-    RowBatch,
-    TokenScores,
-    ValuedScores,
-)
-from tunix_lite.learner.policy import on_every_device
-from tunix_lite.learner.rows import RowLayout
+from tunix_lite.basics.types import CRITIC, POLICY, Params, RowBatch, TokenScores
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.models.scalar_head import scalar_head, scalar_scores
@@ -62,32 +52,23 @@ def token_values(
     return scores(layers, batch, head=head)
 
 
-def values_program(
-    scores: Callable[..., jax.Array], critic: Critic, rows: RowLayout
-) -> jax.stages.Wrapped:
-    """(params of both networks, batch in rows) -> values [R, W], micro-batch by micro-batch."""
-    return on_every_device(partial(token_values, scores, critic), rows)
-
-
 def with_values(
     scores: Callable[..., TokenScores], critic: Critic
-) -> Callable[..., TokenScores | ValuedScores]:
+) -> Callable[..., TokenScores]:
     """The scores of the policy, with the values of the critic where params hold one. scores:
     policy.batch_scores with its settings."""
 
-    def valued(params: Params, batch: RowBatch, **how: Any) -> TokenScores | ValuedScores:
+    def valued(params: Params, batch: RowBatch, **how: Any) -> TokenScores:
         if CRITIC not in params:
             return scores(params, batch, **how)
         if critic.is_own:
-            sampled = scores(params[POLICY], batch)
             values_RW = token_values(scores, critic, params, batch)
-            return ValuedScores(sampled.logprobs, sampled.entropy, values_RW, sampled.experts)
+            return scores(params[POLICY], batch)._replace(values=values_RW)
 
-        def both(before_RMD: jax.Array, *settings: jax.Array | float | None) -> ValuedScores:
+        def both(before_RMD: jax.Array, *settings: jax.Array | float | None) -> TokenScores:
             # one pass through the layers serves both heads
-            sampled = token_scores(before_RMD, *settings)
             values_RM = scalar_scores(params[CRITIC], before_RMD)
-            return ValuedScores(sampled.logprobs, sampled.entropy, values_RM)
+            return token_scores(before_RMD, *settings)._replace(values=values_RM)
 
         return scores(params[POLICY], batch, head=both)
 

@@ -54,14 +54,20 @@ class _Rescore:
 class _FrozenScorer:
     """A Scorer. Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T]."""
 
-    params: Params  # on the mesh, never donated
+    params: Params  # on the mesh, or on a part of it, never donated
     rescore: _Rescore
 
     def __call__(self, batch: Batch) -> np.ndarray:
-        return self.rescore(self.params, batch)
+        with jax.set_mesh(self._mesh):
+            return self.rescore(self.params, batch)
 
     def compiled(self, batch: RowBatch) -> Callable:
-        return self.rescore.compiled(self.params, batch)
+        with jax.set_mesh(self._mesh):
+            return self.rescore.compiled(self.params, batch)
+
+    @property
+    def _mesh(self) -> jax.sharding.Mesh:
+        return jax.tree.leaves(self.params)[0].sharding.mesh
 
 
 def scoring_program(

@@ -460,10 +460,8 @@ def read_config(
         )
 
     # What it gives of a token, by the class in transformers.
-    classes = hf.get("architectures")
-    is_class = isinstance(classes, list) and classes and isinstance(classes[0], str)
-    ends = [end for end in SCORERS if is_class and classes[0].endswith(end)]
-    output = SCORERS[ends[0]] if ends else "logits"
+    names = str(hf.get("architectures"))
+    output = next((output for end, output in SCORERS.items() if end in names), "logits")
 
     # The architecture. Of a larger model, its text part.
     if kind == named_family.wrapper:
@@ -514,13 +512,11 @@ def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
 
 
 def keys_of_output(cfg: Architecture, family: Family) -> dict:
-    """The keys of config.json with which transformers reads a reward model; {} for another one."""
-    ends = [end for end, output in SCORERS.items() if output == cfg.output]
-    if not ends:
-        return {}
+    """The keys of config.json with which transformers reads a reward model."""
+    (end,) = (end for end, output in SCORERS.items() if output == cfg.output)
     # transformers has one class for the text model, and one for the larger model that holds it
     text = "Text" if family.model_type.endswith("_text") else ""
-    name = family.architecture.removesuffix("ForCausalLM") + text + ends[0]
+    name = family.architecture.removesuffix("ForCausalLM") + text + end
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [name]} | labels
 

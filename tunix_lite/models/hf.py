@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from tunix_lite.basics.plain_text import escaped, shown
+from tunix_lite.basics.plain_text import escaped, shortened, shown
 from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models import decoder
@@ -447,6 +447,15 @@ def check_weights(
     if cfg.output != "logits":
         wanted = {n: shape for n, shape in wanted.items() if n in names or n not in SCORES}
         names.discard(TOP_NAMES["head"])
+        file = Path(folder) / "config.json"
+        config = read_object(file) if SCORES[0] in names else {}
+        for key in ("num_labels", "id2label"):
+            value = config.get(key, 1)
+            if (len(value) if isinstance(value, dict) else value) != 1:
+                raise ValueError(
+                    f"{file}: {key}={shortened(value)}, and the model of a reward has 1 label; "
+                    f"{SCORES[0]} is {tensors.shape(SCORES[0])}"
+                )
     # Allowed is a copy of the embedding.
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]

@@ -21,7 +21,6 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
 from tunix_lite.models.family import Family
 from tunix_lite.models.gguf_file import is_gguf
-from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.lora import (
     ADAPTER_SEED,
     LoraConfig,
@@ -99,20 +98,13 @@ class TeacherConfig:
     Example: TeacherConfig("google/gemma-3-4b-it", storage="int8").
     """
 
-    # Teacher weights: bundled, a Hugging Face folder, or a hub name. Its tokenizer must be the
-    # policy's.
+    # conf/algorithm/distill.yaml explains each setting
     weights: str
-    # Model family: llama, qwen3 or another of docs/guide/models, or module.NAME. null reads it from
-    # config.json.
     family: str | None = None
     # of a hub name that a plan is made for; null: config.json
     architecture: Architecture | None = None
-    # Type in which the teacher's weights are stored: fp32, bf16, int8 or nf4.
     storage: str = "bf16"
-    # Prompt that the teacher reads, with {names} of example fields. null gives it the prompt of the
-    # policy.
     prompt: str | None = None
-    # Longest teacher prompt, in tokens. null uses generation.max_prompt_length.
     max_prompt_length: int | None = None
 
     def __post_init__(self):
@@ -279,11 +271,8 @@ def download(located: FoundModel) -> FoundModel:
 def with_score(located: FoundModel) -> FoundModel:
     """A reward model whose weights are on this machine, with its bias if the file has one. Raises
     ValueError if the folder holds no reward model."""
-    names = (
-        set()
-        if located.folder is None
-        else set(hf.open_tensors(located.folder, located.family))
-    )
+    folder = located.folder
+    names = () if folder is None else set(hf.open_tensors(folder, located.family))
     if hf.SCORES[0] not in names:
         raise ValueError(
             f"{located.name} has no {hf.SCORES[0]}, so it is no reward model; a folder of "
@@ -292,12 +281,6 @@ def with_score(located: FoundModel) -> FoundModel:
         )
     output = "biased_score" if hf.SCORES[1] in names else "score"
     return replace(located, cfg=replace(located.cfg, output=output))
-
-
-def text_config(located: FoundModel) -> dict:
-    """The config.json of a folder; of a larger model that of its text part."""
-    config = small_object(located.folder, "config.json")
-    return config.get("text_config") or config
 
 
 def weight_tables(located: FoundModel) -> tuple[Table | None, Table]:

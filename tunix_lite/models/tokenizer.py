@@ -199,10 +199,10 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     @cached_property
-    def truncation_side(self) -> str:
-        """The end at which transformers cuts a text that is too long: right or left."""
+    def cuts_left(self) -> bool:
+        """True if transformers cuts the beginning of a text that is too long, and not its end."""
         config = small_object(self.folder, "tokenizer_config.json")
-        return "left" if config.get("truncation_side") == "left" else "right"
+        return config.get("truncation_side") == "left"
 
     @cached_property
     def num_tokens(self) -> int:
@@ -397,14 +397,8 @@ class Tokenizer:
 
     def conversation(self, messages: list[dict], **variables) -> list[int]:
         """The tokens of a whole conversation, as apply_chat_template of transformers gives them
-        without a prompt for a next turn; without a template those of a message and its answer, and
-        the end. `read_until` says where a reward model is read. Raises ValueError."""
-        if not self.has_chat_template and [m["role"] for m in messages] == [
-            "user",
-            "assistant",
-        ]:
-            message, answer = (turn["content"] for turn in messages)
-            return [*self.prompt(message), *self.demonstration(message, answer)]
+        without a prompt for a next turn. `read_until` says where a reward model is read. Raises
+        ValueError, also where there is no chat template."""
 
         def write(read: Read) -> str:
             values = read_quoted(variables, read)

@@ -242,6 +242,16 @@ def make_mesh(
     return Mesh(np.concatenate(arranged).reshape(-1, tp), AXES, axis_types=AUTO)
 
 
+@contextlib.contextmanager
+def part_of_mesh(sizes: dict[str, int]) -> Iterator[None]:
+    """Inside, the first devices of the current mesh are the mesh, with these sizes by axis."""
+    mesh = jax.sharding.get_mesh()
+    if dict(mesh.shape) != sizes:
+        mesh = make_mesh((tuple(sizes.values()), tuple(sizes)), list(mesh.devices.flat))
+    with jax.set_mesh(mesh):
+        yield
+
+
 def split_devices(
     mesh_shape: MeshShape,
     own_shape: MeshShape,

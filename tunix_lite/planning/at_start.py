@@ -12,6 +12,7 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
+from tunix_lite.parallel.mesh import part_of_mesh
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, attached_machine
@@ -64,7 +65,8 @@ def training_programs(
     for name, compile_it in scorers.items():
         is_frozen = name in resolved.frozen_models
         theirs = resolved.as_scorer(name) if is_frozen else resolved
-        shapes = scored_batch_shapes(theirs)
+        with part_of_mesh(theirs.mesh_shape):
+            shapes = scored_batch_shapes(theirs)
         programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
     return programs
 

@@ -65,7 +65,7 @@ class MemoryEstimate:
             parts["reference"] = trained
         for name, model in resolved.frozen_models.items():
             stored = stored_table(decoder.weights(model.cfg), model.storage)
-            parts[name] = resolved.table_bytes(stored)
+            parts[name] = resolved.as_scorer(name).table_bytes(stored)
         return parts
 
     def code(self) -> int:

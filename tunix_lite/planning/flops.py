@@ -36,7 +36,7 @@ def _matmul_params(cfg: Architecture) -> int:
 
 def _head_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with to be scored, tied to the embedding or not."""
-    return cfg.vocab_size * cfg.embed_dim
+    return cfg.embed_dim * (cfg.vocab_size if cfg.output == "logits" else 1)
 
 
 def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
@@ -109,6 +109,7 @@ class Throughput:
     trained_adapters: int  # parameters in adapters; 0: all weights train
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
+    has_layers_of_critic: bool = False  # a critic has layers like the policy's
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
@@ -117,6 +118,9 @@ class Throughput:
         tokens = int(lengths.sum())
         attention = attention_flops(self.cfg, lengths)
         done = update_flops(self.cfg, tokens, scored, attention, self.trained_adapters)
+        if self.has_layers_of_critic:
+            # without scores over the vocabulary
+            done += update_flops(self.cfg, tokens, 0, attention, self.trained_adapters)
         # of the update alone: sampling has another number of FLOPs
         rate = done / update_seconds
         seen = {

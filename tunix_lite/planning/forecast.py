@@ -95,9 +95,9 @@ def forecast(
     scoring = resolved.run.scoring_models
     for name in (["scoring"] if resolved.scores else []) + list(resolved.frozen_models):
         calls = turns * mini_batches
-        if name in scoring and (size := scoring[name].batch_size) is not None:
-            # a reward model, whose rows are all taken as the longest
-            calls = -(-completions.size // (size * resolved.fsdp))
+        if name in scoring and scoring[name].reward is not None:
+            # its rows are all taken as the longest
+            calls = -(-completions.size // resolved.as_scorer(name).batch.sequences)
         seconds[name] = once[name] * calls * share
     seconds["update"] = once["update"] * turns
     return Forecast(

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.basics.types import Params, policy_part
-from tunix_lite.learner.critic import values_program
-from tunix_lite.learner.policy import scoring_program
+from tunix_lite.learner.critic import token_values
+from tunix_lite.learner.policy import on_every_device, scoring_program
 from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
-from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
+from tunix_lite.parallel.mesh import gathered_sharding, part_of_mesh, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
@@ -151,7 +151,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     def frozen_model(name: str, params: Params) -> jax.stages.Lowered:
         theirs = resolved.as_scorer(name)
         if not resolved.compares(name):
-            return score(theirs, params)
+            with part_of_mesh(theirs.mesh_shape):
+                return score(theirs, params)
         return description_of(resolved, name).lower(params, scored_batch_shapes(theirs))
 
     programs: dict[str, Lower] = {"update": update}
@@ -160,8 +161,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
         under = acting if shapes.reference is None else shapes.reference
         programs["scoring"] = partial(score, resolved, under)
     if resolved.needs.critic is not None:
-        scores = policy_of(resolved).scores
-        values = values_program(scores, resolved.needs.critic, resolved.rows)
+        of_rows = partial(token_values, policy_of(resolved).scores, resolved.needs.critic)
+        values = on_every_device(of_rows, resolved.rows)
         of_both = (shapes.acting(resolved), scored_batch_shapes(resolved))
         programs["values"] = partial(values.lower, *of_both)
     for name, params in shapes.frozen_models.items():

@@ -3,6 +3,9 @@ conversation with a tokenizer and a chat template of its own, and gives it one n
 
 from dataclasses import dataclass
 
+# tokens of a conversation where the settings give no other limit
+_LONGEST = 1024
+
 
 @dataclass(frozen=True)
 class RewardModel:
@@ -20,18 +23,24 @@ class RewardModel:
     # Type in which its weights are stored: fp32, bf16, int8 or nf4.
     storage: str = "bf16"
     # Tokens of the longest conversation. A longer one loses its end, or its beginning where
-    # tokenizer_config.json has truncation_side=left.
-    max_length: int = 1024
+    # tokenizer_config.json has truncation_side=left. null takes 1024, or what the model was made
+    # for, if that is less.
+    max_length: int | None = None
     # Conversations per fsdp shard in one forward pass.
     batch_size: int = 8
+    # Devices along each axis of a mesh of its own, the first ones of the run: [[2,1],[fsdp,tp]].
+    # null takes the mesh of the run.
+    mesh_shape: tuple[tuple[int, ...], tuple[str, ...]] | None = None
     # true subtracts `mean` and divides by `std`, numbers that config.json must have then.
     normalize: bool = False
 
     def __post_init__(self):
-        if self.weights == "bundled":
-            raise ValueError("weights=bundled is no reward model; give the folder of one")
-        if self.max_length < 2 or self.batch_size < 1:
+        if self.longest(_LONGEST) < 2 or self.batch_size < 1:
             raise ValueError(
                 f"max_length={self.max_length} must be at least 2, batch_size={self.batch_size} at "
                 "least 1"
             )
+
+    def longest(self, max_positions: int) -> int:
+        """Returns the tokens of the longest conversation for a model of so many positions."""
+        return min(_LONGEST, max_positions) if self.max_length is None else self.max_length

@@ -48,12 +48,13 @@ class Score(float):
     """A number with the reason why the completion did not get more. Anywhere else it is that
     number.
 
-    kind: "no_answer", the completion holds no answer that could be read; or "stopped", its code was
-    stopped by a limit. A run counts both (`rewards/no_answer`, `rewards/stopped`), so that a score
-    of 0 for them is not taken for that of a wrong answer. `why` says more, in words.
+    kind: "no_answer", the completion holds no answer that could be read; "stopped", its code was
+    stopped by a limit; or "cut", a reward model has read a part of it. A run counts them
+    (`rewards/no_answer`, `rewards/stopped`, `rewards/cut`), so that a score of 0 for them is not
+    taken for that of a wrong answer. `why` says more, in words.
     Example: Score(0, "no_answer", "it holds no number") + 1.0 == 1.0."""
 
-    KINDS = ("no_answer", "stopped")
+    KINDS = ("no_answer", "stopped", "cut")
 
     kind: str
     why: str

@@ -2,21 +2,29 @@
 No state changes, and samples have random numbers of their own: a run learns the same without it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import Graded, Metrics, Params
+from tunix_lite.learner.policy import make_policy
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models import source
+from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k, powers_up_to
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.rewards.similarity import similarity_scores
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.runs.setup import download_frozen
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.grading import FAILED
+from tunix_lite.tasks.reward_models import RewardScorer, ScoringModel
 from tunix_lite.tasks.task import Task
 
 # folded into the seed before the number of samples: a step of training folds in one number
@@ -145,6 +153,33 @@ def held_out_examples(
             except ValueError as error:
                 raise ValueError(f"evaluate.reference={reference}: {error}") from error
     return task, examples
+
+
+def with_reward_models(
+    task: Task,
+    scoring_models: dict[str, ScoringModel],
+    located: dict[str, FoundModel],
+    mesh: jax.sharding.Mesh,
+    dtype: DTypeLike,
+) -> Task:
+    """The task with its reward models, loaded on devices of this mesh. Raises ConfigError."""
+    scorers = {}
+    for name, model in download_frozen(scoring_models, located).items():
+        where, settings = scoring_models[name].where, scoring_models[name].reward
+        with error_context(where):
+            place = mesh
+            if settings.mesh_shape is not None:
+                place = make_mesh(settings.mesh_shape, list(mesh.devices.flat))
+            source.check_mesh(model, place)
+            with jax.set_mesh(place):
+                params = source.load_base(model, 0, settings.storage)
+            num_rows = settings.batch_size * place.shape["fsdp"]
+            rows = RowLayout("none", 1, 1, num_rows=num_rows)
+            policy = make_policy(model.cfg, None, 1.0, dtype, params, rows)
+            scorer = policy.scorers["reference"]
+            of_reward = RewardScorer.of(settings, task.text, model, scorer, num_rows)
+        scorers[name.removeprefix("reward_")] = of_reward
+    return replace(task, scorers=scorers)
 
 
 def model_scores(

@@ -18,9 +18,8 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import compiled_together, stopwatch
-from tunix_lite.parallel.mesh import put
+from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
@@ -32,7 +31,6 @@ from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.reward_models import RewardScorer
-from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
@@ -139,9 +137,11 @@ def build_learner(session: Session) -> Learner:
     for name, teacher in parts.frozen_models.items():
         loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
         where = run.scoring_models[name].where
-        with error_context(where), loading as on_bytes:
-            storage = resolved.frozen_models[name].storage
-            frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
+        declared = resolved.frozen_models[name]
+        place = part_of_mesh(declared.mesh_shape)
+        with error_context(where), place, loading as on_bytes:
+            loaded = source.load_base(teacher, run.seed, declared.storage, on_bytes)
+        frozen_models[name] = loaded
 
     # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
     # the devices is there by now.
@@ -167,7 +167,14 @@ def build_learner(session: Session) -> Learner:
     seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     watched = _timed(watched, seconds)
-    scorers = _reward_scorers(parts.task, parts.frozen_models, watched, resolved.fsdp)
+    scorers = {}
+    for name, settings in run.task.reward_models.items():
+        called = f"reward_{name}"
+        num_rows = resolved.as_scorer(called).batch.sequences
+        read_with = (parts.task.text, parts.frozen_models[called])
+        with error_context(run.scoring_models[called].where):
+            scorer = watched.scorers[called]
+            scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
     if scorers:
         session.task = replace(session.task, scorers=scorers)
     return Learner(
@@ -183,22 +190,6 @@ def build_learner(session: Session) -> Learner:
         overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
-
-
-def _reward_scorers(
-    task: Task, models: dict[str, FoundModel], policy: Policy, fsdp: int
-) -> dict[str, RewardScorer]:
-    """The reward models of the task, loaded, by the names of their rewards. Raises ConfigError."""
-    scorers = {}
-    for name, settings in task.config.reward_models.items():
-        model = models[f"reward_{name}"]
-        text = replace(task.text, tokenizer=model.tokenizer)
-        scorer = policy.scorers[f"reward_{name}"]
-        config = source.text_config(model)
-        with error_context(f"task.rewards.{name}"):
-            num_rows = settings.batch_size * fsdp
-            scorers[name] = RewardScorer(settings, text, scorer, num_rows, config)
-    return scorers
 
 
 def _state_at_start(
@@ -272,14 +263,14 @@ class _Timed:
 
 def _timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-    scorers = {}
-    for name, scorer in policy.scorers.items():
-        scorers[name] = _Timed(f"time/{name}", scorer, seconds)
-    rescore = _Timed("time/rescore", policy.rescore, seconds)
-    compare = policy.compare
-    if compare is not None:
-        compare = _Timed(f"time/{TEACHER}", compare, seconds)
-    values = policy.values
-    if values is not None:
-        values = _Timed("time/values", values, seconds)
-    return replace(policy, scorers=scorers, rescore=rescore, compare=compare, values=values)
+
+    def timed(name: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
+        return None if scorer is None else _Timed(f"time/{name}", scorer, seconds)
+
+    return replace(
+        policy,
+        scorers={name: timed(name, scorer) for name, scorer in policy.scorers.items()},
+        rescore=timed("rescore", policy.rescore),
+        compare=timed(TEACHER, policy.compare),
+        values=timed("values", policy.values),
+    )

@@ -44,7 +44,7 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.settings.batch_size import BatchPlan
-from tunix_lite.settings.config import EVALUATED, RunConfig, ScoringModel
+from tunix_lite.settings.config import EVALUATED, RunConfig
 from tunix_lite.settings.resolved_run import (
     ResolvedRun,
     resolve_run,
@@ -54,6 +54,8 @@ from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, me
 from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
+from tunix_lite.tasks.reward_models import ScoringModel
+from tunix_lite.tasks.row_files import place_of
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -128,13 +130,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     # All weights come to this machine.
     with error_context(""):
         model = source.download(parts.model)
-    frozen_models = {}
-    for name, frozen in parts.frozen_models.items():
-        scoring = run.scoring_models[name]
-        with _of_frozen(scoring.where):
-            frozen_models[name] = source.download(frozen)
-            if scoring.batch_size is not None:
-                frozen_models[name] = source.with_score(frozen_models[name])
+    frozen_models = download_frozen(run.scoring_models, parts.frozen_models)
     parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
@@ -334,19 +330,32 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
 
 
 def locate_frozen(
-    scoring_models: dict[str, ScoringModel],
-    model: FoundModel,
+    scoring_models: dict[str, ScoringModel], model: FoundModel
 ) -> dict[str, FoundModel]:
     """The models that only score, by name, short of their weights. Raises ConfigError."""
     models = {}
     for name, scoring in scoring_models.items():
         with _of_frozen(scoring.where):
-            if scoring.batch_size is None:
+            if scoring.reward is None:
                 models[name] = source.locate_teacher(scoring.settings, model)
             else:
                 # it has a tokenizer of its own
                 located = source.locate(scoring.settings.as_model())
                 models[name] = replace(located, cfg=scoring.architecture(located.cfg))
+    return models
+
+
+def download_frozen(
+    scoring_models: dict[str, ScoringModel], located: dict[str, FoundModel]
+) -> dict[str, FoundModel]:
+    """The same models with their weights on this machine. Raises ConfigError."""
+    models = {}
+    for name, model in located.items():
+        scoring = scoring_models[name]
+        with _of_frozen(scoring.where):
+            models[name] = source.download(model)
+            if scoring.reward is not None:
+                models[name] = source.with_score(models[name])
     return models
 
 
@@ -387,7 +396,7 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
         if held_out or not needs.demonstrations:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
-        check_embedded(task, task.learned)
+        check_in_memory(task, task.learned, getattr(run.algorithm, "check_example", None))
         rows = task.held_out(run.loss_examples, is_learned=True) if run.loss_examples else []
         for name in task.learned:
             task.demonstrations(first, name)
@@ -405,16 +414,21 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     return data
 
 
-def check_embedded(task: Task, learned: Sequence[str]) -> None:
-    """Raises ValueError, with the place of the row, if a row in memory needs a token that the model
-    has no embedding for. learned: the fields that are learned from. The tokenizer finds them, so
-    all rows are tokenised, but only where it has such tokens. Of rows that are read later, each is
-    refused when its turn comes."""
+def check_in_memory(
+    task: Task, learned: Sequence[str], check: Callable[[dict], None] | None = None
+) -> None:
+    """Raises ValueError, with the place of the row, if a row in memory does not pass the check of
+    the algorithm, or needs a token that the model has no embedding for. learned: the fields that
+    are learned from. The tokenizer finds such tokens, so all rows are tokenised, but only where it
+    has them. Of rows that are read later, each is refused when its turn comes."""
     source = task.config.source
-    if not task.tokenizer.beyond:
-        return
     for rows in (source.train, source.held_out):
         for row in rows if isinstance(rows, list | tuple) else ():
+            if check is not None:
+                with error_context(place_of(row), ValueError):
+                    check(row)
+            if not task.tokenizer.beyond:
+                continue
             task.text.prompt(row)
             for name in learned if rows is source.train else ():
                 task.text.demonstration(row, name)

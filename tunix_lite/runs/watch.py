@@ -152,7 +152,9 @@ class Watch:
         devices = session.parts.mesh.devices
         adapters = num_adapters(model)
         peaks = of_device(devices.flat[0])
-        self.throughput = Throughput(model.cfg, adapters, devices.size, peaks)
+        critic = resolved.needs.critic
+        of_critic = critic is not None and critic.is_own
+        self.throughput = Throughput(model.cfg, adapters, devices.size, peaks, of_critic)
 
         # An end before the last step keeps the last whole one.
         self.unfinished = Unfinished(

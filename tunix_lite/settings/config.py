@@ -23,13 +23,13 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
-from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.hints import unknown_key
+from tunix_lite.tasks.reward_models import ScoringModel
 from tunix_lite.tasks.sources import batches_of_epoch
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
@@ -257,33 +257,6 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
-class ScoringModel:
-    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
-    Example: run.scoring_models["reward_rm"].longest is task.rewards.rm.max_length."""
-
-    where: str  # the setting that names it
-    settings: TeacherConfig
-    longest: int  # tokens of what it reads
-    # sequences per fsdp shard in one forward pass of a reward model; None: it is a teacher
-    batch_size: int | None = None
-
-    def architecture(self, cfg: Architecture) -> Architecture:
-        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
-        texts."""
-        if self.longest > cfg.max_positions:
-            of, right = "max_prompt_length + generation.max_new_tokens", ""
-            if self.batch_size is not None:
-                of, right = "max_length", f"; write max_length: {cfg.max_positions}"
-            raise ValueError(
-                f"weights={self.settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"{of} is {self.longest}{right}"
-            )
-        # whether the folder holds a reward model is seen when its weights are there
-        is_new = self.batch_size is not None and cfg.output == "logits"
-        return replace(cfg, output="score") if is_new else cfg
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Everything that a run depends on.
     Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it"."""
@@ -378,8 +351,7 @@ class RunConfig:
             where = f"task.rewards.{name}"
             with error_context(where):
                 settings = TeacherConfig(one.weights, one.family, storage=one.storage)
-            scoring = ScoringModel(where, settings, one.max_length, one.batch_size)
-            models[f"reward_{name}"] = scoring
+            models[f"reward_{name}"] = ScoringModel(where, settings, 0, one)
         return models
 
     @property

@@ -14,7 +14,7 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
-from tunix_lite.learner.critic import both_optimizers, values_program, with_values
+from tunix_lite.learner.critic import both_optimizers, token_values, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.routing import RouterLoss
@@ -26,7 +26,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
+from tunix_lite.parallel.mesh import make_mesh, part_of_mesh, set_rules, sharding
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
@@ -80,10 +80,11 @@ def abstract(resolved: ResolvedRun) -> Shapes:
 
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
     opt_state = opt_state_shapes(optimizer_of(resolved), params)
-    frozen_models = {
-        name: weights.shapes(stored_table(decoder.weights(model.cfg), model.storage))
-        for name, model in resolved.frozen_models.items()
-    }
+    frozen_models = {}
+    for name, model in resolved.frozen_models.items():
+        with part_of_mesh(model.mesh_shape):
+            stored = stored_table(decoder.weights(model.cfg), model.storage)
+            frozen_models[name] = weights.shapes(stored)
     return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)
 
 
@@ -169,7 +170,8 @@ def policy_of(
     }
     policy = replace(policy, scorers={**policy.scorers, **others})
     if (critic := resolved.needs.critic) is not None:
-        program = values_program(policy.scores, critic, resolved.rows)
+        of_rows = partial(token_values, policy.scores, critic)
+        program = on_every_device(of_rows, resolved.rows)
         policy = replace(
             policy,
             scores=with_values(policy.scores, critic),

@@ -1,6 +1,7 @@
 """Values derived from the settings and the mesh, by arithmetic: batch, rows, slots and choices,
 once for a run and for a plan of one. Needs no device and no weights."""
 
+import math
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
-from tunix_lite.parallel.mesh import AXES, elements_on_device
+from tunix_lite.parallel.mesh import AXES, elements_on_device, resolve_mesh_shape
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.settings.batch_size import (
@@ -53,11 +54,12 @@ _LARGE_HEAD_SHARE = 0.15
 @dataclass(frozen=True)
 class _FrozenModel:
     """A model that only scores, beside the one that trains.
-    Example: _FrozenModel(cfg, "int8", "xla")."""
+    Example: _FrozenModel(cfg, "int8", "xla", {"fsdp": 4, "tp": 1})."""
 
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
     attention: str  # one of attention.IMPLEMENTATIONS
+    mesh_shape: dict[str, int]  # that of the run, or of the devices that hold it
 
 
 def trained_architecture(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
@@ -174,15 +176,10 @@ class ResolvedRun:
         critic = self.needs.critic
         if critic is None:
             return []
-        kind = (
-            "layers of its own and a head"
-            if critic.is_own
-            else "a head on the policy's layers"
-        )
-        count = weights.num_params(self.tables.critic)
-        alone = f", alone for {critic.warmup} updates" if critic.warmup else ""
+        kind = "layers of its own and a head" if critic.is_own else "a head on the policy"
         rate = self.critic_optimizer.learning_rate
-        return [("critic", f"{kind}, {count:,} parameters, rate {rate:g}{alone}")]
+        text = f"{kind}, {weights.num_params(self.tables.critic):,} parameters, rate {rate:g}"
+        return [("critic", f"{text}, alone for {critic.warmup} updates")]
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -302,13 +299,15 @@ class ResolvedRun:
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
         # routes are those of the policy, and this is another model
         run = replace(self.run, rollout=replace(self.run.rollout, replay_routes=False))
-        if (size := scoring.batch_size) is not None:
+        if (reward := scoring.reward) is not None:
             # whole conversations, of which the last token counts
-            lengths = {"max_prompt_length": scoring.longest - 1, "max_new_tokens": 1}
+            longest = reward.longest(model.cfg.max_positions)
+            lengths = {"max_prompt_length": longest - 1, "max_new_tokens": 1}
             run = replace(run, generation=replace(run.generation, **lengths))
-            batch = BatchPlan(size * self.fsdp, 1, self.fsdp, size, 1)
+            size, shards = reward.batch_size, model.mesh_shape["fsdp"]
+            batch = BatchPlan(size * shards, 1, shards, size, 1)
             rows = RowLayout("none", 1, 1, num_rows=batch.sequences)
-            changed |= {"batch": batch, "rows": rows}
+            changed |= {"batch": batch, "rows": rows, "mesh_shape": model.mesh_shape}
             return replace(self, run=run, frozen_models={}, **changed)
         if longest := scoring.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
@@ -513,13 +512,18 @@ def _frozen_models(
             theirs = frozen_cfgs and frozen_cfgs[name]
             theirs = scoring.architecture(theirs or find_model(settings.as_model())[0])
             table = stored_table(decoder.weights(theirs), settings.storage)
+            reward = scoring.reward
+            mesh_shape = resolved.mesh_shape
+            if reward is not None and reward.mesh_shape is not None:
+                num_devices = math.prod(mesh_shape.values())
+                mesh_shape = resolve_mesh_shape(reward.mesh_shape, num_devices)
             # a plan has the sizes of a mesh, and no devices for one
-            shape = SimpleNamespace(shape=resolved.mesh_shape)
+            shape = SimpleNamespace(shape=mesh_shape)
             weights.check_divisible(table, shape, run.sharding.table("train"))
             # it may have heads that a kernel cannot take
-            layout = resolved.rows if scoring.batch_size is None else RowLayout()
+            layout = resolved.rows if reward is None else RowLayout()
             chosen, _ = _choose_attention(run, theirs, layout, resolved.platform, is_attached)
-        frozen[name] = _FrozenModel(theirs, settings.storage, chosen)
+        frozen[name] = _FrozenModel(theirs, settings.storage, chosen, mesh_shape)
     return frozen
 
 

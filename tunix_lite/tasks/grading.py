@@ -22,7 +22,11 @@ FAILED = {
     "rewards/not_numbers": "not_number",
 }
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
-NOTED = {"rewards/no_answer": "no_answer", "rewards/stopped": "stopped"}
+NOTED = {
+    "rewards/no_answer": "no_answer",
+    "rewards/stopped": "stopped",
+    "rewards/cut": "cut",
+}
 
 
 def shared_outcomes(

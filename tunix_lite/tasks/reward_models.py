@@ -1,13 +1,18 @@
-"""Reward models at work: conversations -> tokens of the reward model -> batches -> numbers."""
+"""Models that only score, and reward models at work: conversations -> tokens of the reward model ->
+batches -> numbers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tunix_lite.basics.types import Batch
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.source import FoundModel, TeacherConfig
 from tunix_lite.models.tokenizer import read_until
 from tunix_lite.rewards.model import RewardModel
+from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.messages import Message
 from tunix_lite.tasks.prompt_text import PromptText
 from tunix_lite.workers.process import Outcome
@@ -17,37 +22,81 @@ NARROWEST = 32
 
 
 @dataclass(frozen=True)
+class ScoringModel:
+    """A model of a run that only scores: a teacher of the algorithm, or a reward model.
+    Example: run.scoring_models["reward_rm"].reward is task.rewards.rm."""
+
+    where: str  # the setting that names it
+    settings: TeacherConfig
+    longest: int  # tokens of what a teacher reads
+    reward: RewardModel | None = None  # None: it is a teacher
+
+    def architecture(self, cfg: Architecture) -> Architecture:
+        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
+        texts."""
+        most = cfg.max_positions
+        made = f"weights={self.settings.weights} was made for {most} tokens, and"
+        if self.reward is None:
+            if self.longest > most:
+                of = "max_prompt_length + generation.max_new_tokens"
+                raise ValueError(f"{made} {of} is {self.longest}")
+            return cfg
+        if (longest := self.reward.longest(most)) > most:
+            raise ValueError(f"{made} max_length is {longest}; write max_length: {most}")
+        # whether the folder holds a reward model is seen when its weights are there
+        return replace(cfg, output="score") if cfg.output == "logits" else cfg
+
+
+@dataclass(frozen=True)
 class RewardScorer:
     """A loaded reward model. All processes of a run call it with the same completions.
     Example: `scorer([example], ["12"])` -> [Outcome("", 0.7)]."""
 
-    settings: RewardModel
     # of the task, with the tokenizer and the template of the reward model
     text: PromptText
     # a batch -> the number of each token that counts, [B, T] float32 (algorithms.algorithm.Scorer)
     scorer: Callable[[Batch], np.ndarray]
     num_rows: int  # conversations of one call of it
-    # config.json of the reward model, or the part of it that is about text
-    config: dict
+    longest: int  # tokens of a conversation
+    # token after which nothing is read, at the end of a conversation; None: all is read
+    pad_id: int | None
+    # subtracted from a number, which is then divided by the other
+    mean: float = 0.0
+    std: float = 1.0
 
-    def __post_init__(self):
-        if not self.settings.normalize:
-            return
-        numbers = [self.config.get(name) for name in ("mean", "std")]
-        if not all(isinstance(x, int | float) for x in numbers) or not numbers[1] > 0:
+    @classmethod
+    def of(
+        cls,
+        settings: RewardModel,
+        text: PromptText,
+        model: FoundModel,
+        scorer: Callable[[Batch], np.ndarray],
+        num_rows: int,
+    ) -> "RewardScorer":
+        """The scorer of a reward model. text: of the task. Raises ValueError for normalize=true
+        without the numbers in config.json."""
+        config = small_object(model.folder, "config.json")
+        # of a larger model, its text part
+        config = config.get("text_config") or config
+        numbers = [config.get(name) for name in ("mean", "std")] if settings.normalize else []
+        are_numbers = all(isinstance(x, int | float) for x in numbers)
+        if not are_numbers or not all(std > 0 for std in numbers[1:]):
             raise ValueError(
                 f"normalize=true: config.json has mean={numbers[0]} and std={numbers[1]}; they "
                 "must be numbers, std above 0; leave normalize out"
             )
+        text = replace(text, tokenizer=model.tokenizer)
+        longest = settings.longest(model.cfg.max_positions)
+        return cls(text, scorer, num_rows, longest, config.get("pad_token_id"), *numbers)
 
-    def row(self, example: dict, completion: str) -> list[int]:
-        """The tokens of a conversation, up to the one at which transformers reads the number.
-        Raises ValueError for a conversation that the tokenizer or the template cannot write."""
+    def row(self, example: dict, completion: str) -> tuple[list[int], int]:
+        """The tokens of a conversation, up to the one at which transformers reads the number, and
+        how many it had before it was cut. Raises ValueError for a conversation that the tokenizer
+        or the template cannot write."""
         ids = self.text.conversation(example, [Message("assistant", completion)])
-        most = self.settings.max_length
-        is_left = self.text.tokenizer.truncation_side == "left"
-        ids = ids[-most:] if is_left else ids[:most]
-        return read_until(ids, self.config.get("pad_token_id"))
+        cuts_left = self.text.tokenizer.cuts_left
+        part = ids[-self.longest :] if cuts_left else ids[: self.longest]
+        return read_until(part, self.pad_id), len(ids)
 
     def __call__(self, examples: Sequence[dict], completions: Sequence[str]) -> list[Outcome]:
         """The number of each conversation, or why there is none."""
@@ -55,7 +104,7 @@ class RewardScorer:
         rows = []
         for i, (example, completion) in enumerate(zip(examples, completions, strict=True)):
             try:
-                rows.append((self.row(example, completion), i))
+                rows.append((*self.row(example, completion), i))
             except ValueError as error:
                 outcomes[i] = Outcome("error", f"failed with ValueError: {error}")
 
@@ -66,20 +115,18 @@ class RewardScorer:
             width = NARROWEST
             while width < len(part[-1][0]):
                 width *= 2
-            width = min(width, self.settings.max_length)
-            tokens, mask = left_padded([ids for ids, _ in part], width, 0)
+            tokens, mask = left_padded([ids for ids, *_ in part], min(width, self.longest), 0)
             last = np.zeros(tokens.shape, np.float32)
             last[:, -1] = 1
-            scores = self.scorer(Batch(tokens=tokens, token_mask=mask, loss_weight=last))[
-                :, -1
-            ]
-            if self.settings.normalize:
-                scores = (scores - self.config["mean"]) / self.config["std"]
-            for (_, i), score in zip(part, scores.tolist()):
-                is_number = np.isfinite(score)
-                outcomes[i] = (
-                    Outcome("", score) if is_number else Outcome("not_number", f"is {score}")
-                )
+            scores = self.scorer(Batch(tokens=tokens, token_mask=mask, loss_weight=last))
+            scores = (scores[:, -1] - self.mean) / self.std
+            for (_, length, i), score in zip(part, scores.tolist()):
+                outcomes[i] = Outcome("", score)
+                if not np.isfinite(score):
+                    outcomes[i] = Outcome("not_number", f"is {score}")
+                elif length > self.longest:
+                    why = f"{length} tokens, more than max_length={self.longest}"
+                    outcomes[i] = Outcome("", Score(score, "cut", why))
         return outcomes
 
 

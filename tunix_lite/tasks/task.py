@@ -687,8 +687,8 @@ class Grader:
         for name in self.task.config.reward_models:
             if name not in self.task.scorers:
                 raise ValueError(
-                    f"rewards.{name} is a reward model, which a training run alone loads; "
-                    "leave it out here"
+                    f"rewards.{name} is a reward model, which a run and `tunix-lite evaluate` "
+                    "load; leave it out here"
                 )
             for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
                 one = self._pool.by_name([_of(name)], texts[row], iter([outcome]))
