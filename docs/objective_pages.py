@@ -283,7 +283,8 @@ The loss of all but the last five is $- \sum_t w_t \, g_t$ over the tokens of an
 ratio is $\rho_t = \exp(\ell_t - \ell_t^{old})$ unless a section says otherwise. $\ell_t$ is the
 log-probability of token *t* now, and $\ell_t^{old}$ that under the policy that sampled it. *r* is
 the reward of a completion, and *A* its advantage. *T* is the number of tokens of a completion,
-*N* the number of completions of the update, and *L* is `generation.max_new_tokens`.
+*N* the number of completions of the update, and *L* is `generation.max_new_tokens`. Where a
+section does not say *g*, *A* or *w*, it is that of `grpo`.
 """
 
 
@@ -315,7 +316,12 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
         known = {key: _number(value) for key, value in settings_of(piece).items()} | clipped
         if function is shaping.overlong:
             known["free"] = f"{1 - settings_of(piece)['buffer']:g}"
-        lines.append(_filled(TEX[function], known))
+        line = _filled(TEX[function], known)
+        if (
+            name == "grpo"
+            or line not in formulas("grpo", compose(["algorithm=grpo"]).algorithm)[0]
+        ):
+            lines.append(line)
         if function in LEGEND:
             legend.append(_filled(LEGEND[function], known))
     if algorithm.agreeing_groups != "keep":

@@ -4,7 +4,6 @@ import textwrap
 from dataclasses import dataclass
 
 from conformance import ours
-from conformance.fixtures import FIXTURES
 from conformance.rows import READ, Variant
 from conformance.variants import VARIANTS
 
@@ -78,7 +77,7 @@ HEAD = """\
 
 The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
 compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
-numbers on every fixture: the loss, and its gradient by every token's log-probability, within 1e-4 of a float64 numpy
+numbers on every fixture of `tests/conformance/fixtures.py`: the loss, and its gradient by every token's log-probability, within 1e-4 of a float64 numpy
 version of the formula. 🟥 means that no settings do, and the entry says why.
 
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
@@ -102,7 +101,7 @@ The first prints this table, the second the variants of one name with their form
 
 def page(found: list[Cell]) -> str:
     """docs/references/conformance.md, of all cells."""
-    parts = [HEAD, _summary(found), _fixtures()]
+    parts = [HEAD, _summary(found)]
     for objective in dict.fromkeys(cell.variant.objective for cell in found):
         rows = [cell for cell in found if cell.variant.objective == objective]
         parts.append("\n".join([f"## {objective}", "", *_rows(rows)]))
@@ -120,11 +119,6 @@ def _summary(found: list[Cell]) -> str:
     )
     lines = [*_wrapped(words), "", "Read in:", ""]
     return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
-
-
-def _fixtures() -> str:
-    lines = ["## The fixtures", ""]
-    return "\n".join(lines + [f"- `{x.name}`: {x.about}" for x in FIXTURES.values()])
 
 
 def _rows(rows: list[Cell]) -> list[str]:
