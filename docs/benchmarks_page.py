@@ -26,6 +26,7 @@ TITLES = {
     "lora": "LoRA",
 }
 WIDTH = 118
+PHASES = ("rollout", "reference", "update", "step")
 # A load of more than this beside two cores means that others computed too.
 QUIET = 0.5
 
@@ -96,31 +97,24 @@ def _overview(found: dict[str, dict]) -> str:
 
 
 def _other_machine(folder: str, found: dict[str, dict]) -> str:
-    """The ratios that another machine gave, the seconds behind them, and the conditions."""
-    about = _machine(next(iter(found.values()))) + "."
-    seconds, conditions, failed = [], [], []
-    for name, one in found.items():
-        title, peak = TITLES[name].lower(), f"{max(one['matmul_peak_gflops']):.0f}"
-        seconds.append((title, *(_step_seconds(one, framework) for framework in NAMES)))
-        measured = (_load(one), _rounds(one), one["date"], one["commit"])
-        conditions.append((title, peak, *measured))
-        failed += [
-            f"{TITLES[name]}: {NAMES[key]} gave no figures: {each['error']}"
-            for key, each in one["frameworks"].items()
-            if "error" in each
-        ]
-    steps = table(("seconds of a step, median", *NAMES.values()), seconds)
-    head = (
-        "conditions",
-        "matmul peak, GFLOP/s",
-        "load before",
-        "rounds",
-        "measured",
-        "commit",
+    """The ratios that another machine gave, and the conditions."""
+    loads = [one["machine"]["load_before"] for one in found.values()]
+    rounds = [int(_rounds(one)) for one in found.values()]
+    dates = sorted({f"{one['date']} {one['commit']}" for one in found.values()})
+    about = (
+        f"{_machine(next(iter(found.values())))}. {_peaks(found)} The load before was "
+        f"{min(loads)} to {max(loads)}; above {QUIET} others computed, too. "
+        f"{min(rounds)} to {max(rounds)} rounds; {', '.join(dates)}."
     )
+    failed = [
+        f"{TITLES[name]}: {NAMES[key]} gave no figures: {each['error']}"
+        for name, one in found.items()
+        for key, each in one["frameworks"].items()
+        if "error" in each
+    ]
     title = f"## The same workloads on another machine: {folder}"
     return "\n\n".join(
-        [title, about, _overview(found), steps, table(head, conditions), *failed]
+        [title, "\n".join(textwrap.wrap(about, WIDTH)), _overview(found), *failed]
     )
 
 
@@ -141,41 +135,24 @@ def _rounds(one: dict) -> str:
     )
 
 
-def _step_seconds(one: dict, framework: str) -> str:
-    seconds = one["frameworks"].get(framework, {}).get("seconds")
-    return "-" if seconds is None else f"{seconds['step']['median']:.2f}"
-
-
 def _times(one: dict, peer: str, ours: str) -> str:
     ratio = one["frameworks"].get(peer, {}).get(f"times_{ours}", {}).get("step")
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _workload(name: str, one: dict) -> str:
-    """Conditions, then seconds and the rest of every framework."""
-    frameworks = one["frameworks"]
-    whole = {key: each for key, each in frameworks.items() if "error" not in each}
-    parts = [f"## {TITLES[name]}", _conditions(one)]
-    parts.append(
-        table(
-            ("seconds, median", "rollout", "reference", "update", "step", "least", "most"),
-            _seconds(whole),
-        )
-    )
-    head = (
-        "beside it",
-        "rollout, tokens/s",
-        "share of the peak",
-        "peak memory, MB",
-        "first step longer, s",
-    )
-    parts.append(table(head, [_beside(key, each) for key, each in whole.items()]))
-    parts += [
+    """Conditions, then seconds, speed and memory of every framework."""
+    head = ("seconds, median", *PHASES, "rollout, tokens/s", "peak memory, MB")
+    frameworks = one["frameworks"].items()
+    measured = [_measured(key, each) for key, each in frameworks if "error" not in each]
+    failed = [
         f"{NAMES[key]} gave no figures: {each['error']}"
-        for key, each in frameworks.items()
+        for key, each in frameworks
         if "error" in each
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        [f"## {TITLES[name]}", _conditions(one), table(head, measured), *failed]
+    )
 
 
 def _conditions(one: dict) -> str:
@@ -185,10 +162,9 @@ def _conditions(one: dict) -> str:
         f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['generations']} "
         f"completions each: mean {lengths['mean']:.0f} tokens, longest {lengths['most']}",
         f"a vocabulary of {work['vocab_size']:,}; trained: {trained}; "
-        f"{one['gflop_per_step']:.0f} GFLOP a step, prompts not shared",
-        f"{_machine(one)}; matmul peak {max(one['matmul_peak_gflops']):.0f} GFLOP/s",
-        f"load before {_load(one)}; {_rounds(one)} rounds; {one['date']}, commit {one['commit']}",
-        f"`{one['command']}`",
+        f"{one['gflop_per_step']:.0f} GFLOP a step",
+        f"{_machine(one)}; load before {_load(one)}; {_rounds(one)} rounds; "
+        f"{one['date']}, commit {one['commit']}",
     )
     return "\n".join(f"- {line}" for line in lines)
 
@@ -211,32 +187,12 @@ def _versions(each: dict) -> list[tuple[str, str]]:
     return list(each.get("versions", {}).items())
 
 
-def _seconds(whole: dict[str, dict]) -> list[tuple[str, ...]]:
-    rows = []
-    for key, each in whole.items():
-        seconds = each["seconds"]
-        medians = [
-            f"{seconds[phase]['median']:.2f}"
-            for phase in ("rollout", "reference", "update", "step")
-        ]
-        rows.append(
-            (
-                NAMES[key],
-                *medians,
-                f"{seconds['step']['least']:.2f}",
-                f"{seconds['step']['most']:.2f}",
-            )
-        )
-    return rows
-
-
-def _beside(key: str, each: dict) -> tuple[str, ...]:
+def _measured(key: str, each: dict) -> tuple[str, ...]:
     return (
         NAMES[key],
+        *(f"{each['seconds'][phase]['median']:.2f}" for phase in PHASES),
         f"{each['rollout_tokens_per_second']:,.0f}",
-        f"{100 * each['share_of_peak']:.0f} %",
         f"{each['peak_rss_mb']:,}",
-        f"{each['compile_seconds']:.1f}",
     )
 
 
@@ -244,8 +200,8 @@ def _installation(installed: dict[str, dict]) -> str:
     rows = [_installed(NAMES[key], each) for key, each in installed.items()]
     head = ("in a new venv", "version", "seconds", "load", "MB on the disk", "distributions")
     note = (
-        "pip without its cache. TRL's torch is a CPU build; on this machine its file\n"
-        "lay on the disk, and all else was downloaded."
+        "pip without its cache. TRL's torch is a CPU build, whose file lay on the disk; all else\n"
+        "was downloaded."
     )
     return f"## Installation\n\n{note}\n\n{table(head, rows)}"
 

@@ -23,24 +23,21 @@ from tunix_lite.settings.compose import compose, conf_dir
 PAGE = Path(__file__).parent / "references" / "objectives.md"
 WIDTH = 118
 DISTRIBUTIONS = "preferences_and_distillation.md#two-distributions-in-place-of-one-token"
-BEFORE = "42.2 %"  # greedy accuracy of the quick start before its first update
-AT_1E4 = "At 1e-4: {} %."
 
 
 @dataclass(frozen=True)
 class Words:
     """The hand-written part of a section."""
 
-    what: str  # three sentences: what it is
+    what: str  # up to three sentences: what it is
     paper: str  # arXiv number; "": there is none
-    seen: str = ""  # figures of docs/log.md
     more: tuple[str, ...] = ()  # overrides that its command needs
     others: tuple[str, ...] = ()  # overrides of further commands
 
 
 WORDS = {
     "grpo": Words(
-        "GRPO samples a group of completions for each prompt and compares them with each other. A "
+        "GRPO samples a group of completions for each prompt and compares their rewards. A "
         "completion that is better than its group becomes likelier, and a worse one less likely. "
         "A clip ends the gradient of a token whose probability has already moved far.",
         "2402.03300",
@@ -60,8 +57,6 @@ WORDS = {
         "Its upper clip is higher than the lower one, so rare tokens may grow. Completions near "
         "the limit of length lose reward.",
         "2503.14476",
-        AT_1E4.format("94.1")
-        + " It sampled 1,808 prompts and kept 960. The further rounds took 22.2 of 220 s.",
         others=("algorithm.max_rounds=5",),
     ),
     "gspo": Words(
@@ -69,21 +64,18 @@ WORDS = {
         "clip then keeps or leaves out the whole completion. Its bounds are much nearer to 1 than "
         "those of a token.",
         "2507.18071",
-        AT_1E4.format("95.3"),
         others=("algorithm.mini_batches=4 algorithm.updates_per_rollout=4",),
     ),
     "cispo": Words(
         "CISPO uses the ratio as a fixed weight of the log-probability. The weight has an upper "
         "bound. Every token keeps its gradient, where a clip would end it.",
         "2506.13585",
-        AT_1E4.format("95.3"),
     ),
     "dppo": Words(
         "DPPO looks at how far the probability of a token has moved, and not at the ratio. A "
         "token that has moved too far in the direction of its advantage is left out. A rare token "
         "may therefore change its ratio a lot.",
         "2602.04879",
-        AT_1E4.format("94.9"),
     ),
     "sapo": Words(
         "SAPO replaces the clip with a smooth gate. The gate is a sigmoid of the ratio, so the "
@@ -100,7 +92,6 @@ WORDS = {
         "RLOO is plain REINFORCE with a good baseline. The baseline of a completion is the mean "
         "reward of the other completions of its group. There is no ratio and no clip.",
         "2402.14740",
-        AT_1E4.format("94.9"),
         others=("algorithm.kl_coef=0.01 algorithm.kl_estimator=k1_reward",),
     ),
     "reinforce_pp": Words(
@@ -108,21 +99,18 @@ WORDS = {
         "over all tokens of the batch. The scale of an advantage therefore does not hang on one "
         "small group.",
         "2501.03262",
-        AT_1E4.format("94.9"),
         others=("algorithm.num_generations=4",),
     ),
     "maxrl": Words(
         "MaxRL divides the advantage by the success rate of the group. A right answer to a hard "
         "prompt then counts more than one to an easy prompt. It needs rewards of 0 and 1.",
         "2602.02710",
-        AT_1E4.format("94.5"),
     ),
     "scalerl": Words(
         "ScaleRL is the objective of CISPO with advantages that are scaled over the batch. Groups "
-        "of equal rewards get no weight, and every other prompt counts the same. It is the "
-        "objective of the paper, without its pipeline and its forced interruptions.",
+        "of equal rewards get no weight, and every other prompt counts the same. "
+        "The paper's pipeline and its forced interruptions are not here.",
         "2510.13786",
-        AT_1E4.format("94.9") + " It averaged over tokens then.",
     ),
     "gdpo": Words(
         "GDPO standardises each reward by itself within the group. It then adds them up with "
@@ -289,18 +277,14 @@ TOP = r"""
 
 A section for each `algorithm=NAME`: its formula, command, paper, and what its file in
 `conf/algorithm` sets otherwise than `grpo`. [Objectives](../guide/objectives.md) compares them
-and explains the pieces. [What names mean elsewhere](conformance.md) has the definitions of other
-frameworks.
+and explains the pieces.
 
-The loss of all but the last four is $- \sum_t w_t \, g_t$ over the tokens of an update. The
+The loss of all but the last five is $- \sum_t w_t \, g_t$ over the tokens of an update. The
 ratio is $\rho_t = \exp(\ell_t - \ell_t^{old})$ unless a section says otherwise. $\ell_t$ is the
 log-probability of token *t* now, and $\ell_t^{old}$ that under the policy that sampled it. *r* is
 the reward of a completion, and *A* its advantage. *T* is the number of tokens of a completion,
-*N* the number of completions of the update, and *L* is `generation.max_new_tokens`.
-
-*At 1e-4* is the greedy accuracy after 60 steps of the quick start with
-`optimizer.learning_rate=1e-4 optimizer.schedule=linear`, seed 0, from @before@ at the start (22
-November 2026).
+*N* the number of completions of the update, and *L* is `generation.max_new_tokens`. Where a
+section does not say *g*, *A* or *w*, it is that of `grpo`.
 """
 
 
@@ -332,7 +316,12 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
         known = {key: _number(value) for key, value in settings_of(piece).items()} | clipped
         if function is shaping.overlong:
             known["free"] = f"{1 - settings_of(piece)['buffer']:g}"
-        lines.append(_filled(TEX[function], known))
+        line = _filled(TEX[function], known)
+        if (
+            name == "grpo"
+            or line not in formulas("grpo", compose(["algorithm=grpo"]).algorithm)[0]
+        ):
+            lines.append(line)
         if function in LEGEND:
             legend.append(_filled(LEGEND[function], known))
     if algorithm.agreeing_groups != "keep":
@@ -390,13 +379,10 @@ def _shown(x: Any) -> str:
 
 
 def _setting_line(name: str) -> str:
-    """The settings in which an objective differs from grpo; all of one that is of another kind."""
-    own = settings(name)
+    """The settings in which an objective differs from grpo; none of one that is of another kind."""
     if name in OF_THE_REST:
-        return (
-            "Settings: " + ", ".join(f"`{key}: {value}`" for key, value in own.items()) + "."
-        )
-    base = settings("grpo")
+        return ""
+    own, base = settings(name), settings("grpo")
     changed = [f"`{key}: {value}`" for key, value in own.items() if base.get(key) != value]
     return "Other than `grpo`: " + ", ".join(changed) + "." if changed else ""
 
@@ -411,7 +397,7 @@ def render() -> str:
 
 def top() -> str:
     """What holds for every section."""
-    paragraphs = TOP.strip().replace("@before@", BEFORE).split("\n\n")
+    paragraphs = TOP.strip().split("\n\n")
     return "\n\n".join(map(_wrapped, paragraphs))
 
 
@@ -426,7 +412,7 @@ def section(name: str) -> str:
     lines = [chosen, *(f"algorithm={name} {more}" for more in words.others)]
     parts = [
         f"## {name}",
-        _wrapped(f"{words.what} {words.seen} {paper}"),
+        _wrapped(f"{words.what} {paper}"),
         "$$\n" + _math(", \\quad ".join(tex)) + "\n$$",
         _wrapped(" ".join(legend)),
         "```bash\n" + "\n".join(map(_command, lines)) + "\n```",

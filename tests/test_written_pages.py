@@ -78,13 +78,6 @@ def test_the_page_of_objectives_is_what_the_script_makes_and_the_overview_links_
         assert f"[{name}]: ../references/objectives.md#{name}" in overview and f"\n| [{name}] |" in overview
 
 
-def test_the_figures_stand_in_the_log(pages):
-    log = " ".join((DOCS / "log.md").read_text().split())
-    for name, words in pages.WORDS.items():
-        for figure in re.findall(r"\d+\.\d", words.seen + pages.BEFORE):
-            assert figure in log, f"{name}: {figure}"
-
-
 def test_a_section_names_the_settings_that_grpo_has_otherwise(pages):
     """By hand, from the files in conf/algorithm."""
     found = parts(pages.PAGE.read_text())

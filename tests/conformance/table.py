@@ -4,7 +4,6 @@ import textwrap
 from dataclasses import dataclass
 
 from conformance import ours
-from conformance.fixtures import FIXTURES
 from conformance.rows import READ, Variant
 from conformance.variants import VARIANTS
 
@@ -78,17 +77,18 @@ HEAD = """\
 
 The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
 compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
-numbers on every fixture: the loss, and its gradient by every token's log-probability. They are compared with a float64
-numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why.
+numbers on every fixture of `tests/conformance/fixtures.py`: the loss, and its gradient by every token's log-probability, within 1e-4 of a float64 numpy
+version of the formula. 🟥 means that no settings do, and the entry says why.
 
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
 sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
-sg is a value without gradient. "Token mean" is 1 / all tokens of the batch. Settings that an entry does not name are
-`advantages=centre`, `weighting=per_token`, and the defaults of `GRPO`.
+sg is a value without gradient. "Token mean" is 1 / all tokens of the batch.
 
-An entropy or a divergence needs the whole distribution of a token. Here the distribution is over
-four tokens: the policy has the logits (lp, 0, -1, -2), the teacher has (ref, 0, -1, -2).
-`tests/test_comparison.py` checks divergences of whole models, on meshes and in packed rows.
+Settings that an entry does not name are `advantages=centre`, `weighting=per_token`, and the defaults of `GRPO`. An
+entry with the surrogate `clip`, the default, that names no clip has `clip_low=0.2 clip_high=0.2`.
+
+For an entropy or a divergence the distribution of a token is over four tokens: the policy has the logits (lp, 0, -1,
+-2), the teacher (ref, 0, -1, -2). `tests/test_comparison.py` checks divergences of whole models.
 
 ```bash
 make conformance
@@ -101,7 +101,7 @@ The first prints this table, the second the variants of one name with their form
 
 def page(found: list[Cell]) -> str:
     """docs/references/conformance.md, of all cells."""
-    parts = [HEAD, _summary(found), _fixtures()]
+    parts = [HEAD, _summary(found)]
     for objective in dict.fromkeys(cell.variant.objective for cell in found):
         rows = [cell for cell in found if cell.variant.objective == objective]
         parts.append("\n".join([f"## {objective}", "", *_rows(rows)]))
@@ -121,26 +121,28 @@ def _summary(found: list[Cell]) -> str:
     return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
 
 
-def _fixtures() -> str:
-    lines = ["## The fixtures", ""]
-    return "\n".join(lines + [f"- `{x.name}`: {x.about}" for x in FIXTURES.values()])
-
-
 def _rows(rows: list[Cell]) -> list[str]:
-    """A line for each: the colour, the formula, our settings, and why not."""
+    """A line for each: the colour, the formula, our settings, and why not. Frameworks whose entries are equal share one."""
     lines = []
+    shared: dict[tuple, list[Cell]] = {}
     for cell in rows:
+        same = cell.variant.formula, str(cell.variant.ours), cell.differs, cell.variant.why
+        shared.setdefault(same, []).append(cell)
+    for cell, *others in shared.values():
         variant = cell.variant
+        by = ", ".join(each.variant.by for each in (cell, *others))
         settings = "" if variant.ours is None else f"`{_briefly(settings_text(variant.ours))}`"
         remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
-        entry = f"{cell.ours} **{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
+        entry = f"{cell.ours} **{by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
         lines += _wrapped(f"- {entry}", "  ")
     return lines
 
 
 def _briefly(settings: str) -> str:
     """Without the words that the head of the page says once."""
-    usual = ("GRPO", "advantages=centre", "weighting=per_token")
+    usual = ["GRPO", "advantages=centre", "weighting=per_token"]
+    if "surrogate=" not in settings or "surrogate=clip(" in settings:
+        usual += ["clip_low=0.2", "clip_high=0.2"] if "clip_low=0.2 clip_high=0.2" in settings else []
     return " ".join(word for word in settings.split(" ") if word not in usual) or "GRPO"
 
 
