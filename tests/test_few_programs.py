@@ -30,6 +30,7 @@ TINY = [
     *("model.mesh_shape=[[1,1],[fsdp,tp]]", "tracking.samples_interval_steps=0"),
 ]
 STALE = "rollout.max_staleness=1"
+pytestmark = pytest.mark.usefixtures("programs_anew")
 
 
 @pytest.fixture
