@@ -259,11 +259,14 @@ def exact(request):
     with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_mixture", dense_mixture)
         wide = jax.tree.map(np.float64, params)
-        of = jax.grad(partial(loss_of, cfg=cfg, tokens=TOKENS, dtype=jnp.float64, remat="save_all"))
+        of = jax.jit(jax.grad(partial(loss_of, cfg=cfg, tokens=TOKENS, dtype=jnp.float64, remat="save_all")))
         return cfg, params, [jax.tree.map(np.asarray, of(wide, meta=meta_of(TOKENS, p))) for p in (False, True)]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1), (1, 4)])
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), *(pytest.param(mesh, marks=WIDE) for mesh in ((1, 1), (4, 1), (1, 4)))])
 def test_gradients_are_those_of_float64_on_every_mesh(exact, mesh):
     cfg, params, wanted = exact
     set_mesh(*mesh)
@@ -281,8 +284,10 @@ def test_gradients_are_those_of_float64_on_every_mesh(exact, mesh):
         assert max(np.sqrt(np.divide(*one)) for one in squares) < 2e-6
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("pattern", [("local", "global"), ("unrotated", "unrotated", "global")])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=WIDE)])
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(("local", "global"), marks=WIDE), ("unrotated", "unrotated", "global")]
+)
 def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_layers):
     """Of stacks of several kinds, too, whose layers run in another order than they lie in."""
     cfg = replace(CFG, num_layers=5, pattern=pattern)
