@@ -12,7 +12,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
 # distributed.join.disable_compilation_cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # half of a small one is the compiler
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")  # a tenth of tracing
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The last two flags are
 # some that a later XLA may not know, and then it would not start; libtpu, which -m aot needs, does not know them. One
 # part of code in place of 32 takes a third less to compile.
@@ -32,6 +33,7 @@ import composed_once  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs_once
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -72,6 +74,13 @@ def one_device():
     jax.config.update("jax_enable_compilation_cache", USES_DISK)
     compilation_cache.reset_cache()  # it would keep what it was told before
     return set_mesh(1, 1)
+
+
+@pytest.fixture
+def programs_anew():
+    """For claims about tracing and compiling: no program of a test before this one is used."""
+    with programs_once.anew():
+        yield
 
 
 @pytest.fixture(scope="session")

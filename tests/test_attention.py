@@ -143,7 +143,7 @@ LANES = np.array(
 )
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_lanes_are_the_whole_row(pieces, monkeypatch):
     """A lane sees the lead and itself; in the form of a whole row, segments and branches say the same."""
     set_mesh(2, 2)
@@ -206,7 +206,9 @@ def test_splash_attends_as_xla_does():
         close(found, right, 1e-5)
 
 
-@pytest.mark.parametrize("queries, keys, tp", [(4, 1, 2), (4, 2, 4), (6, 3, 2)])
+@pytest.mark.parametrize(
+    "queries, keys, tp", [*(pytest.param(*n, marks=pytest.mark.wide) for n in ((4, 1, 2), (4, 2, 4))), (6, 3, 2)]
+)
 def test_splash_attends_where_tp_does_not_divide_the_key_heads(queries, keys, tp):
     """One key head for all, fewer than tp, and neither a multiple of the other."""
     cfg = replace(SPLASH, num_heads=queries, num_kv_heads=keys)

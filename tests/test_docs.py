@@ -259,6 +259,9 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     return [list(combination) for combination in itertools.product(*choices)]
 
 
+CHECKED = set()  # tasks whose prompts were made
+
+
 def check_run(run: RunConfig, devices: int | None) -> None:
     """The mesh fits the devices, the batch divides, the mesh divides the model, and prompts and lengths fit."""
     mesh = check_model(run, devices)
@@ -268,7 +271,11 @@ def check_run(run: RunConfig, devices: int | None) -> None:
     # rows of a reader's own file, or of the hub, are not here
     is_there = Path(getattr(run.task, "train", None) or ".").exists()
     if is_there and run.model.weights in ("bundled", "random"):
-        task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
+        lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
+        if (key := repr((run.task, lengths, run.seed))) in CHECKED:
+            return
+        CHECKED.add(key)
+        task = Task(run.task, bundled_tokenizer(), *lengths)
         # a few stand for all: making every held-out example of every command is half of this file's time
         examples = [*task.held_out(min(8, run.evaluation.num_examples)), *task.batch(4, run.seed, 0)]
         task.prompts(examples)

@@ -13,6 +13,7 @@ import pytest
 from conftest import random_params, set_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tunix_lite.basics.types import RowBatch
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, grouped_tokamax, layer_by_layer
 from tunix_lite.models import groups as groups_
@@ -316,11 +317,17 @@ def exact(request):
     with jax.enable_x64(True), jax.set_mesh(set_mesh(1, 1)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "_mixture", dense_mixture)
         wide = jax.tree.map(np.float64, params)
-        of = jax.grad(partial(loss_of, cfg=cfg, tokens=TOKENS, dtype=jnp.float64, remat="save_all"))
+        of = jax.jit(jax.grad(partial(loss_of, cfg=cfg, tokens=TOKENS, dtype=jnp.float64, remat="save_all")))
         return cfg, params, [jax.tree.map(np.asarray, of(wide, meta=meta_of(TOKENS, p))) for p in (False, True)]
 
 
-@pytest.mark.parametrize("mesh, parts", [((1, 1), 1), ((2, 2), 1), ((4, 1), 1), ((1, 4), 1), ((2, 2), 2)])
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    "mesh, parts",
+    [((2, 2), 1), ((2, 2), 2), *(pytest.param(mesh, 1, marks=WIDE) for mesh in ((1, 1), (4, 1), (1, 4)))],
+)
 def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact, mesh, parts):
     cfg, params, wanted = exact
     set_mesh(*mesh)
@@ -329,12 +336,16 @@ def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact
     @jax.jit
     def of(params, rows):
         def gradient(rows):
-            return jax.grad(loss_of)(params, cfg, *rows, remat="block"), {}
+            meta = attention.meta_of_rows(rows)
+            return jax.grad(loss_of)(params, cfg, rows.tokens, meta, remat="block"), {}
 
-        return accumulate(gradient, rows, parts, grad_shardings=jax.tree.map(lambda x: x.sharding, placed))[0]
+        return accumulate(gradient, rows, jax.tree.map(lambda x: x.sharding, placed))[0]
 
     for packed in (False, True) if mesh == (2, 2) else (False,):
-        found = of(placed, (jnp.asarray(TOKENS), meta_of(TOKENS, packed)))
+        meta = meta_of(TOKENS, packed)
+        counts = meta.segments > 0
+        layout = {"segment_ids": meta.segments, "positions": meta.positions, "max_parts": parts}
+        found = of(placed, RowBatch(jnp.asarray(TOKENS), counts, counts.astype(np.float32), **layout))
         squares = [
             np.array([np.sum((np.float64(g) - want) ** 2), np.sum(want**2)])
             for g, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[packed]))
@@ -363,8 +374,10 @@ def test_what_memory_holds_in_rows_without_a_pair_reaches_nothing(family, monkey
         np.testing.assert_array_equal(zeros, nans)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("pattern", [("local", "global"), ("unrotated", "unrotated", "global")])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=WIDE)])
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(("local", "global"), marks=WIDE), ("unrotated", "unrotated", "global")]
+)
 def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_layers):
     """Of stacks of several kinds, too, whose layers run in another order than they lie in."""
     cfg = replace(CFG, num_layers=5, pattern=pattern)

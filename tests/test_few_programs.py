@@ -84,7 +84,7 @@ WIDE = [
 @pytest.mark.parametrize(
     "settings", ["training.packing=sequences", *(pytest.param(words, marks=pytest.mark.wide) for words in WIDE)]
 )
-def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled, monkeypatch, settings):
+def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled, monkeypatch, programs_anew, settings):
     """Prompts of several widths, caches of several sizes, an evaluation in the middle. Later steps take widths that
     the first two did not."""
     by_step, at = compiled

@@ -50,8 +50,13 @@ def logits_of(params, cfg, tokens, mask) -> np.ndarray:
     """[B, T - 1, V] float64: those that predict tokens[:, 1:]."""
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(mask), np.float64)
-        return np.asarray(decoder.logits(params, cfg, hidden))[:, :-1]
+
+        @jax.jit
+        def logits(params, mask):
+            hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(mask), np.float64)
+            return decoder.logits(params, cfg, hidden)
+
+        return np.asarray(logits(params, mask))[:, :-1]
 
 
 def logprobs_of(logits, tokens) -> np.ndarray:
@@ -145,7 +150,7 @@ def begun(settings: list[str], folder):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("model.mesh_shape=[[4,1],[fsdp,tp]]", "training.packing=sequences"),
+        pytest.param(("model.mesh_shape=[[4,1],[fsdp,tp]]", "training.packing=sequences"), marks=pytest.mark.wide),
         ("model.mesh_shape=[[2,2],[fsdp,tp]]", "training.packing=none", "training.micro_batch_size=1"),
         (ONE, "training.packing=sequences", "training.prompts_per_step=3"),
     ],
@@ -187,7 +192,7 @@ def test_the_loss_of_held_out_pairs_is_dpos(tmp_path):
     assert "eval/perplexity" not in found, "it is no loss in nats a token"
 
 
-@pytest.mark.parametrize("divergence", ["token", "reverse"])
+@pytest.mark.parametrize("divergence", ["token", pytest.param("reverse", marks=pytest.mark.wide)])
 def test_the_held_out_loss_of_distillation_is_the_same_in_any_number_of_parts(divergence, tmp_path):
     """And of a teacher that is the policy itself it is 0."""
     settings = [ONE, "algorithm=distill", "algorithm.num_generations=2", f"algorithm.divergence={divergence}",

@@ -56,7 +56,7 @@ def test_each_device_reads_only_its_slice(folder, monkeypatch):
     assert all(4 * size == whole for size, whole, axes in read if "mlp" in axes or "heads" in axes)
 
 
-@pytest.mark.parametrize("storage, mesh", [("bf16", (2, 2)), ("nf4", (2, 2))])
+@pytest.mark.parametrize("storage, mesh", [pytest.param("bf16", (2, 2), marks=pytest.mark.wide), ("nf4", (2, 2))])
 def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, storage, mesh):
     set_mesh(*mesh)
     cfg = Architecture(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)

@@ -63,7 +63,7 @@ def logits(params, tokens):
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12))
 
 
-@pytest.mark.parametrize("storage", ["bf16", "nf4"])
+@pytest.mark.parametrize("storage", [pytest.param("bf16", marks=pytest.mark.wide), "nf4"])
 def test_fresh_adapters_change_nothing_bit_for_bit(storage):
     base = base_of(storage)
     fresh = init_params(adapter_weights(decoder.weights(CFG), LORA), jax.random.key(1))
@@ -81,7 +81,7 @@ def test_an_adapter_adds_scale_times_a_b():
     np.testing.assert_allclose(dense(leaf, 2), w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape, storage", [((1, 4), "int8"), ((2, 2), "nf4")])
+@pytest.mark.parametrize("shape, storage", [pytest.param((1, 4), "int8", marks=pytest.mark.wide), ((2, 2), "nf4")])
 def test_the_mesh_does_not_change_what_adapters_say(shape, storage):
     expected = np.asarray(logits(attach(base_of(storage), adapters_of(), LORA), TOKENS))
     set_mesh(*shape)

@@ -427,7 +427,7 @@ def test_the_head_gets_the_gradient_of_the_value_loss(cfg, params, rollout, is_o
     assert (of_policy > 1e-4) != is_own
 
 
-@pytest.mark.parametrize("packing", ["sequences", "prefix"])
+@pytest.mark.parametrize("packing", [pytest.param("sequences", marks=pytest.mark.wide), "prefix"])
 def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(cfg, params, rollout, packing):
     critic = Critic()
     batch = batch_to_value(rollout)

@@ -340,6 +340,7 @@ def test_packed_is_alone_to_the_digits_of_float64(alone):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
 
+@pytest.mark.wide
 def test_a_mesh_and_layer_after_layer_change_nothing_in_float32(alone):
     set_mesh(2, 2)
     layout = layout_of("prefix", fsdp=2)

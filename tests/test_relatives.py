@@ -95,7 +95,7 @@ def test_a_run_that_is_too_long_for_the_short_factors_is_refused_with_the_settin
 # ---- rows, slots and a mesh
 
 
-@pytest.mark.parametrize("cfg", [OLMO3, SMOLLM3], ids=["olmo3", "smollm3"])
+@pytest.mark.parametrize("cfg", [OLMO3, pytest.param(SMOLLM3, marks=pytest.mark.wide)], ids=["olmo3", "smollm3"])
 def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg):
     batch = groups()
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(random_params(cfg), batch.tokens, batch.token_mask)
@@ -106,7 +106,7 @@ def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg):
     np.testing.assert_allclose(packed.back(scores(random_params(cfg)))[counts], np.asarray(scored)[counts], atol=1e-5)
 
 
-@pytest.mark.parametrize("cfg", [OLMO3, MINISTRAL3], ids=["olmo3", "ministral3"])
+@pytest.mark.parametrize("cfg", [OLMO3, pytest.param(MINISTRAL3, marks=pytest.mark.wide)], ids=["olmo3", "ministral3"])
 def test_what_is_sampled_is_what_is_scored(cfg):
     params = random_params(cfg)
     rollout = sampled(cfg, params, generations=1)

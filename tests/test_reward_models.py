@@ -72,8 +72,8 @@ def test_the_number_of_a_token_is_a_sum_of_products(bias):
     assert scalar_scores(params, jnp.asarray(hidden, jnp.bfloat16)).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("centering", [0.0, 0.3])
-@pytest.mark.parametrize("margin", [None, "gap"])
+@pytest.mark.parametrize("centering", [pytest.param(0.0, marks=pytest.mark.wide), 0.3])
+@pytest.mark.parametrize("margin", [pytest.param(None, marks=pytest.mark.wide), "gap"])
 @pytest.mark.parametrize(
     "layout", [RowLayout(), RowLayout("none", 6), RowLayout("sequences", 2, None, RowShape(20), 3)]
 )
@@ -109,7 +109,7 @@ def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
             return each.mean(), (chosen - rejected).mean()
 
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        (value, gap), exact = jax.value_and_grad(loss, has_aux=True)(wide)
+        (value, gap), exact = jax.jit(jax.value_and_grad(loss, has_aux=True))(wide)
     assert float(metrics["train/loss"]) == pytest.approx(float(value), rel=1e-5)
     assert float(metrics["train/margin"]) == pytest.approx(float(gap), abs=1e-5)
     assert "train/entropy" not in metrics
@@ -365,7 +365,9 @@ TRAIN = ["algorithm=reward_model", "task=preferences", "training.prompts_per_ste
          "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]  # fmt: skip
 
 
-@pytest.mark.parametrize("lora", [[], ["model.lora.rank=2", "model.lora.base=fp32"]])
+@pytest.mark.parametrize(
+    "lora", [[], pytest.param(["model.lora.rank=2", "model.lora.base=fp32"], marks=pytest.mark.wide)]
+)
 def test_a_trained_reward_model_is_one_of_transformers(pairs, tmp_path, lora):
     """The first loss is log 2, exactly: the head begins at zero. What is exported gives what the run measured."""
     words = [*TINY, *TRAIN, f"task.train={pairs}", "training.max_steps=6", *lora]

@@ -181,7 +181,10 @@ def expected_forced(sampled, mixture):
     return routes, np.where(sampled.completion_mask, scores, 0)
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
+WIDE = [pytest.param(how, marks=pytest.mark.wide) for how in ("none", "sequences")]
+
+
+@pytest.mark.parametrize("how", ["micro-batches", "prefix", *WIDE])
 def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(sampled, mixture, expected_forced, how):
     routes, expected = expected_forced
     batch = batch_of(sampled, routes)

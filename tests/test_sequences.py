@@ -46,7 +46,7 @@ def summed(x_RW, slope_RW, batch):
     return total, sequence_mean(x_RW, batch), pull(slope_RW)[0]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(layouts(), st.integers(0, 10_000))
 def test_a_sum_over_a_sequence_and_its_slope_are_those_of_the_sequence_by_itself(made, seed):
     (_, _, counts), layout, *_ = made

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import programs_once
 import pytest
 from server_thread import in_thread
 
@@ -42,7 +43,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    engine = live_engine(model, GENERATION, RolloutConfig(num_slots=4, chunk=8), max_waiting=8)
+    with programs_once.anew():  # its programs count how often they are compiled
+        engine = live_engine(model, GENERATION, RolloutConfig(num_slots=4, chunk=8), max_waiting=8)
     yield engine
     engine.close()
     assert engine.failure is None
