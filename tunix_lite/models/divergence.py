@@ -85,24 +85,6 @@ def _logits(
     return jnp.where(block_tokens(spec, block_PSD, index) >= 0, logits, BELOW_ALL)
 
 
-def _grown(
-    sums: tuple[jax.Array, jax.Array], logits: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The running maximum and sum of exponentials, with one more block."""
-    top, total = sums
-    # the sum so far was taken relative to the old maximum
-    higher = jnp.maximum(top, jnp.max(logits, axis=-1))
-    exps = jnp.exp(logits - higher[..., None])
-    return higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)
-
-
-def _log_total(sums: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """[B, M] of maxima and sums of the parts of the vocabulary [B, M, P]."""
-    top, total = sums
-    highest = jnp.max(top, axis=-1, keepdims=True)
-    return jnp.log(jnp.sum(total * jnp.exp(top - highest), axis=-1)) + highest[..., 0]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _divergence(kind: Kind, specs: tuple[HeadSpec, HeadSpec], *arrays: jax.Array) -> jax.Array:
     """[B, M] of the four arrays that _forward takes."""
@@ -131,11 +113,18 @@ def _forward(
 
     # the first pass: what each model's logits are normalised by
     def add_totals(sums: tuple, block: tuple) -> tuple[tuple, None]:
-        return tuple(_grown(one, logits) for one, logits in zip(sums, both(*block))), None
+        grown = []
+        for (top, total), logits in zip(sums, both(*block)):
+            # the sum so far was taken relative to the old maximum
+            higher = jnp.maximum(top, jnp.max(logits, axis=-1))
+            exps = jnp.exp(logits - higher[..., None])
+            grown.append((higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)))
+        return tuple(grown), None
 
     start = (zeros + BELOW_ALL, zeros)
     sums, _ = jax.lax.scan(add_totals, (start, start), blocks)
-    totals = [_log_total(one) for one in sums]
+    # the parts of the vocabulary [B, M, P] meet here, for the first time
+    totals = [jax.nn.logsumexp(top + jnp.log(total), axis=-1) for top, total in sums]
 
     # the second pass: log-probabilities of a block, and their terms
     def add_terms(sums: tuple, block: tuple) -> tuple[tuple, None]:
