@@ -40,7 +40,7 @@ def learn(corpus: str, folder: str, mesh: str) -> dict:
 
     def taken(task, *arguments):
         made = batch(task, *arguments)
-        batches.append([row["row"] for row in made[0]])
+        batches.append([row["row"] for row in made])
         return made
 
     def read(rows, row):
