@@ -52,8 +52,6 @@ LLAMA_LIKE = _FULL_ROPE | {
     "norm_plus_one": False,
     "post_norms": False,
 }
-# What a layer with experts lacks.
-_DENSE = ("gate", "up", "down")
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 _UNTIED = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
 GEMMA2 = Family(
@@ -197,7 +195,6 @@ GEMMA4_UNIFIED = replace(
     name="gemma4_unified",
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    names=but(GEMMA4.names, *PER_LAYER, *_EXPERTS_OF_GEMMA4),
     keys=but(GEMMA4.keys, "per_layer_dim", *EXPERT_KEYS),
     absent=GEMMA4.absent
     | {
@@ -233,7 +230,7 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     flags=QWEN3.flags | {"pattern": ("global",), "window": None},
-    names=but(QWEN3.names, *_DENSE) | {"router": "mlp.gate.weight"} | PER_EXPERT,
+    names=QWEN3.names | {"router": "mlp.gate.weight"} | PER_EXPERT,
     keys=KEYS | EXPERT_KEYS | {"experts.normalised": "norm_topk_prob"},
     # All layers have experts.
     fixed=QWEN3.fixed
@@ -272,9 +269,12 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    names=but(QWEN3_5.names, *_DENSE)
+    names=QWEN3_5.names
     | {"router": "mlp.gate.weight", "shared_open": "mlp.shared_expert_gate.weight"}
-    | {f"shared_{name}": f"mlp.shared_expert.{name}_proj.weight" for name in _DENSE}
+    | {
+        f"shared_{name}": f"mlp.shared_expert.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    }
     | FUSED_EXPERTS,
     # There is no dense feed-forward, whose width would be another key.
     keys=QWEN3_5.keys
@@ -291,7 +291,7 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     flags=QWEN2.flags | {"out_bias": True, "attn_sinks": True},
-    names=but(QWEN2.names, *_DENSE)
+    names=QWEN2.names
     | FUSED_EXPERTS
     | {
         "o_bias": "self_attn.o_proj.bias",
@@ -372,7 +372,7 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     flags=MISTRAL.flags
     | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
-    names=but(NAMES | POST_NORMS | QK_NORMS, "attn_norm", "mlp_norm"),
+    names=NAMES | POST_NORMS | QK_NORMS,
     fixed=QWEN3.fixed,
     absent=_UNTIED | {"rope_theta": 500_000.0, "sliding_window": 4096},
     kinds=every_nth(4, *NTH_GLOBAL),

@@ -259,7 +259,7 @@ class Family:
     # fields of Architecture that all its models share, where they are not its defaults, or where
     # config.json may say otherwise
     flags: dict[str, Any]
-    # our name of a layer's weight -> the tensor's, within model.layers.<i>.
+    # our name of a layer's weight -> the tensor's, within model.layers.<i>.; some may have no use
     names: dict[str, str]
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
     # key -> the value that it must have if config.json has it
