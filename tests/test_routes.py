@@ -31,6 +31,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
+from tunix_lite.settings import resolved_run
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks import task as task_module
@@ -485,6 +486,25 @@ def test_gradients_of_experts_that_would_wait_for_the_mesh_are_refused():
     with pytest.raises(ConfigError, match="training: sync_gradients_every=2: the gradients of experts"):
         resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
     resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 2}, "cpu")
+
+
+@pytest.mark.parametrize("words, platform", [(TINY_MIXTURE, "cpu"), ([], "gpu")])
+def test_tokamax_is_for_experts_on_gpus(words, platform):
+    run = compose([*words, "training.expert_kernels=tokamax"])
+    with pytest.raises(ConfigError, match="tokamax multiplies experts on the Hopper GPUs that jax sees"):
+        resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, platform, is_attached=True)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_tokamax_is_an_extra(monkeypatch, is_there):
+    run = compose([*TINY_MIXTURE, "training.expert_kernels=tokamax"])
+    monkeypatch.setattr(resolved_run, "find_spec", lambda name: is_there or None)
+    arguments = (run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "gpu", True)
+    if is_there:
+        assert resolve_run(*arguments).run.training.expert_kernels == "tokamax"
+        return
+    with pytest.raises(ConfigError, match=re.escape("expert_kernels=tokamax: pip install -e '.[tokamax]'")):
+        resolve_run(*arguments)
 
 
 @pytest.mark.wide

@@ -32,7 +32,7 @@ class ExpertGroups:
     count: jax.Array  # blocks of each expert, [E]
     expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
     block: int = flax.struct.field(pytree_node=False)  # rows of a block
-    # whether tokamax multiplies them on GPUs (models/grouped_tokamax.py)
+    # whether tokamax multiplies them on GPUs
     tokamax: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
