@@ -488,22 +488,22 @@ def test_gradients_of_experts_that_would_wait_for_the_mesh_are_refused():
     resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 2}, "cpu")
 
 
-@pytest.mark.parametrize("words, platform", [(TINY_MIXTURE, "cpu"), ([], "gpu")])
-def test_tokamax_is_for_experts_on_gpus(words, platform):
-    run = compose([*words, "training.expert_kernels=tokamax"])
-    with pytest.raises(ConfigError, match="tokamax multiplies experts on the Hopper GPUs that jax sees"):
-        resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, platform, is_attached=True)
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_tokamax_is_an_extra(monkeypatch, is_there):
-    run = compose([*TINY_MIXTURE, "training.expert_kernels=tokamax"])
-    monkeypatch.setattr(resolved_run, "find_spec", lambda name: is_there or None)
-    arguments = (run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "gpu", True)
-    if is_there:
+@pytest.mark.parametrize(
+    "mixture, precision, platform, is_installed",
+    [
+        *((TINY_MIXTURE, "bf16", "cpu", True), (TINY_MIXTURE, "fp32", "gpu", True)),
+        *((TINY_MIXTURE, "bf16", "gpu", False), ([], "bf16", "gpu", True), (TINY_MIXTURE, "bf16", "gpu", True)),
+    ],
+)
+def test_tokamax_is_for_experts_in_bfloat16_on_gpus(mixture, precision, platform, is_installed, monkeypatch):
+    words = ["training.packing=none", "training.expert_kernels=tokamax"]
+    run = compose([*mixture, *words, f"training.mixed_precision={precision}"])
+    monkeypatch.setattr(resolved_run, "find_spec", lambda name: is_installed)
+    arguments = (run, *find_model(run.model), {"fsdp": 1, "tp": 1}, platform, True)
+    if mixture and (precision, platform, is_installed) == ("bf16", "gpu", True):
         assert resolve_run(*arguments).run.training.expert_kernels == "tokamax"
         return
-    with pytest.raises(ConfigError, match=re.escape("expert_kernels=tokamax: pip install -e '.[tokamax]'")):
+    with pytest.raises(ConfigError, match=re.escape("(pip install -e '.[tokamax]'); set training.expert_kernels=auto")):
         resolve_run(*arguments)
 
 

@@ -90,7 +90,7 @@ def _by_expert(
         if groups.expected_blocks > 1.25:
             return jax.lax.fori_loop(0, len(groups.first), of_expert, start_RC)
         # Most experts have one block. One loop over blocks reads a matrix where it is multiplied.
-        with _expected(turns=groups.expected_touched * groups.expected_blocks):
+        with _expected(turns=groups.expected_rows / groups.block):
             return jax.lax.fori_loop(
                 0,
                 jnp.sum(groups.count),

@@ -107,14 +107,13 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
     expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
     place = (number - first[expert]) * block + jnp.arange(block)
     is_row = place < size[expert]
-    pair = order[jnp.where(is_row, before[expert] + place, 0)]
-    # The row of each pair, by its place in the order.
-    of_expert = jnp.minimum(ids[order], experts - 1)
-    row = (first * block - before)[of_expert] + jnp.arange(pairs)
-    row = jnp.where(ids[order] < experts, row, blocks * block)
+    pair = jnp.where(is_row, order[jnp.where(is_row, before[expert] + place, 0)], pairs)
+    # A row of no pair is set nowhere.
+    rows = jnp.arange(pair.size).reshape(pair.shape)
+    row = jnp.full(pairs, pair.size).at[pair].set(rows, mode="drop")
     return ExpertGroups(
-        pair=jnp.where(is_row, pair, pairs).reshape(-1),
-        row=jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(ids_Nk.shape),
+        pair=pair.reshape(-1),
+        row=row.reshape(ids_Nk.shape),
         first=first,
         count=count,
         expert=expert[:, 0],

@@ -484,13 +484,14 @@ def resolve_run(
         )
 
     if run.training.expert_kernels == "tokamax":
-        if cfg.experts is None or platform not in ("cuda", "gpu") or not is_attached:
+        is_bf16 = DTYPES[run.training.mixed_precision] == jnp.bfloat16
+        is_there = is_attached and platform in ("cuda", "gpu") and find_spec("tokamax")
+        if not (cfg.experts and is_bf16 and is_there):
             raise ConfigError(
-                "training: expert_kernels=tokamax multiplies experts on the Hopper GPUs that jax "
-                "sees; set training.expert_kernels=auto"
+                "training: expert_kernels=tokamax multiplies experts in bfloat16 on the Hopper "
+                "GPUs that jax sees (pip install -e '.[tokamax]'); set "
+                "training.expert_kernels=auto"
             )
-        if find_spec("tokamax") is None:
-            raise ConfigError("training: expert_kernels=tokamax: pip install -e '.[tokamax]'")
 
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
