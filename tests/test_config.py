@@ -247,7 +247,7 @@ def test_the_table_of_rules_in_the_settings_is_the_one_in_the_code():
 FREE = {
     "training": {
         "micro_batch_size, gradient_accumulation_steps, micro_batch_tokens, sync_gradients_every": "order of a sum",
-        "remat, scan_layers, attention": "how the same numbers are computed",
+        "remat, scan_layers, attention, expert_kernels": "how the same numbers are computed",
         "memory_check, profile_communication, log_interval_steps, grace_seconds": "they look and stop",
         "max_minutes, max_skipped_in_a_row, max_sampler_gap, early_stopping_patience, epochs": "when it stops",
         "save_interval_steps, keep_checkpoints, keep_best_checkpoints, best_metric, best_is": "what stays on disk",

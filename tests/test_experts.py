@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_lite.basics.types import RowBatch
 from tunix_lite.learner.micro_batches import accumulate
-from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, grouped_tokamax, layer_by_layer
+from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
 from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
@@ -25,7 +26,6 @@ from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import COMPILERS, devices_of, find_machine
 from tunix_lite.planning.kernels import kernels
-from tunix_lite.settings import resolved_run
 
 QWEN3 = Experts(count=6, per_token=2, mlp_dim=8)
 FAMILIES = {
@@ -199,8 +199,9 @@ def test_the_order_of_a_batch_changes_no_bit_of_a_row():
 
 
 @pytest.mark.parametrize("base", ["plain", "int8"])
-def test_kernels_for_gpus_multiply_as_the_loops_do(base):
+def test_kernels_for_gpus_multiply_as_the_loops_do(base, monkeypatch):
     """By their interpreter: 50 columns and 80 inputs are no whole pieces of 64, and one expert has no rows."""
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     rng = np.random.default_rng(6)
     ids = jnp.asarray(rng.integers(0, 4, (30, 2)) + np.array([0, 1]))
     groups = groups_.group(jnp.where(ids == 2, 0, ids), 6, 16)
@@ -210,12 +211,12 @@ def test_kernels_for_gpus_multiply_as_the_loops_do(base):
     g = jnp.where(groups.is_pair, g, 0)
     if base == "int8":
         w = Int8(jnp.int8(rng.integers(-127, 128, (6, 80, 48))), jnp.float32(rng.uniform(0.001, 0.01, (6, 5, 48))))
-    found = grouped_kernels.multiply(rows, w, groups, interpret=True)
+    found = grouped_kernels.multiply(rows, w, groups)
     np.testing.assert_allclose(found, grouped.grouped_product(rows, w, groups), rtol=1e-5, atol=1e-5)
-    found = grouped_kernels.multiply(g, w, groups, is_transposed=True, interpret=True)
+    found = grouped_kernels.multiply(g, w, groups, is_transposed=True)
     np.testing.assert_allclose(found, grouped._by_expert(g, w, groups, is_transposed=True), rtol=1e-5, atol=1e-5)
     if base == "plain":
-        found = grouped_kernels.weight_gradient(rows, g, groups, jnp.float32, interpret=True)
+        found = grouped_kernels.weight_gradient(rows, g, groups, jnp.float32)
         np.testing.assert_allclose(found, grouped._of_weight(rows, g, groups), rtol=1e-5, atol=1e-5)
         exact = np.zeros((6, 80, 48))
         for row, pair in enumerate(groups.pair):
@@ -234,12 +235,13 @@ def test_tokamax_is_asked_for_what_the_loops_multiply(monkeypatch):
     x, g, w = (jnp.float32(rng.normal(size=s)) for s in ((30, 64), (len(groups.pair), 32), (6, 64, 32)))
     rows, g = groups_.to_rows(x, groups.token, groups.row), jnp.where(groups.is_pair, g, 0)
     near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    of_tokamax = groups.replace(tokamax=True)
     filled = int(jnp.sum(groups.count)) * 16
     assert filled < len(rows)
     for given, is_transposed in ((rows, False), (g, True)):
-        found = grouped_tokamax.multiply(given, w, groups, is_transposed)
+        found = grouped_kernels.multiply(given, w, of_tokamax, is_transposed)
         near(found[:filled], grouped._by_expert(given, w, groups, is_transposed)[:filled])
-    near(grouped_tokamax.weight_gradient(rows, g, groups, jnp.float32), grouped._of_weight(rows, g, groups))
+    near(grouped_kernels.weight_gradient(rows, g, of_tokamax, jnp.float32), grouped._of_weight(rows, g, groups))
 
 
 @pytest.mark.aot
@@ -463,12 +465,6 @@ def test_what_experts_cannot_do_is_refused():
         Experts(2, 3, 8)
     with pytest.raises(ValueError, match="experts.count=0; it is 1 to 32,768"):
         Experts(0, 1, 8)
-    for cfg, reason in (
-        (CFG, "compiles for the Hopper GPUs that jax sees"),
-        (cfg_of(None), "the model has no experts"),
-    ):
-        with pytest.raises(ValueError, match=f"expert_kernels=tokamax: .*{reason}"):
-            resolved_run._check_tokamax(cfg, "cpu", is_attached=True)
     with pytest.raises(ValueError, match="adapters of experts have no dropout; set model.lora.dropout=0"):
         adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=".*/expert_up", dropout=0.1))
 

@@ -31,6 +31,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
+from tunix_lite.settings import resolved_run
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks import task as task_module
@@ -525,6 +526,25 @@ def test_gradients_of_experts_that_would_wait_for_the_mesh_are_refused():
     with pytest.raises(ConfigError, match="training: sync_gradients_every=2: the gradients of experts"):
         resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
     resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 2}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "mixture, precision, platform, is_installed",
+    [
+        *((TINY_MIXTURE, "bf16", "cpu", True), (TINY_MIXTURE, "fp32", "gpu", True)),
+        *((TINY_MIXTURE, "bf16", "gpu", False), ([], "bf16", "gpu", True), (TINY_MIXTURE, "bf16", "gpu", True)),
+    ],
+)
+def test_tokamax_is_for_experts_in_bfloat16_on_gpus(mixture, precision, platform, is_installed, monkeypatch):
+    words = ["training.packing=none", "training.expert_kernels=tokamax"]
+    run = compose([*mixture, *words, f"training.mixed_precision={precision}"])
+    monkeypatch.setattr(resolved_run, "find_spec", lambda name: is_installed)
+    arguments = (run, *find_model(run.model), {"fsdp": 1, "tp": 1}, platform, True)
+    if mixture and (precision, platform, is_installed) == ("bf16", "gpu", True):
+        assert resolve_run(*arguments).run.training.expert_kernels == "tokamax"
+        return
+    with pytest.raises(ConfigError, match=re.escape("(pip install -e '.[tokamax]'); set training.expert_kernels=auto")):
+        resolve_run(*arguments)
 
 
 @pytest.mark.wide

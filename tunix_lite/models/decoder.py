@@ -660,7 +660,7 @@ class Products:
 
     # What the two sums of a layer over tp are taken in, as weights.project takes it.
     tp_reduce_dtype: DTypeLike = jnp.float32
-    # whether tokamax multiplies experts (models/grouped_tokamax.py)
+    # whether tokamax multiplies experts on GPUs
     tokamax: bool = False
 
     def qkv(self, x_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, ...]:

@@ -9,7 +9,6 @@ for each turn, so there kernels do the same (models/grouped_kernels.py)."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +29,35 @@ def grouped_product(rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups) -> j
         base_RC = grouped_product(rows_RA, weight.base, groups)
         return added(base_RC, stored(adapted_RC, base_RC.dtype))
     if isinstance(weight, ComputeCopy):
-        out_RC = _multiply(rows_RA, weight.value, groups)
-        return _with_gradient_to_master(out_RC, rows_RA, weight.master, groups)
-    return _multiply(rows_RA, weight, groups)
+        return _multiply(rows_RA, weight.value, weight.master, groups)
+    return _multiply(rows_RA, weight, None, groups)
 
 
 @jax.custom_vjp
-def _multiply(rows_RA: jax.Array, weight: Leaf, groups: ExpertGroups) -> jax.Array:
+def _multiply(
+    rows_RA: jax.Array, weight: Leaf, master: jax.Array | None, groups: ExpertGroups
+) -> jax.Array:
+    """The product. The gradient of the weight goes to `master`, in its dtype, as weights.project
+    has it; a master divided over fsdp gets its part of the sum."""
     return _by_expert(rows_RA, weight, groups, is_transposed=False)
 
 
-# The gradient of the rows is the same product, with each matrix transposed.
+def _backward(kept: tuple, g_RC: jax.Array) -> tuple:
+    rows_RA, weight, master, groups = kept
+    gradient = None
+    if master is not None:
+        gradient = stored(_of_weight(rows_RA, g_RC, groups), master.dtype)
+        for dim, size in enumerate(gradient.shape):
+            if master.shape[dim] != size:
+                scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
+                gradient = scatter(gradient, "fsdp")
+    return _by_expert(g_RC, weight, groups, is_transposed=True), None, gradient, None
+
+
 _multiply.defvjp(
-    lambda rows, weight, groups: (_multiply(rows, weight, groups), (weight, groups)),
-    lambda kept, g: (_by_expert(g, *kept, is_transposed=True), None, None),
+    # Without a gradient of the weight nobody reads the rows again.
+    lambda rows, *rest: (_multiply(rows, *rest), (rest[1] is not None and rows, *rest)),
+    _backward,
 )
 
 
@@ -76,7 +90,7 @@ def _by_expert(
         if groups.expected_blocks > 1.25:
             return jax.lax.fori_loop(0, len(groups.first), of_expert, start_RC)
         # Most experts have one block. One loop over blocks reads a matrix where it is multiplied.
-        with _expected(turns=groups.expected_touched * groups.expected_blocks):
+        with _expected(turns=groups.expected_rows / groups.block):
             return jax.lax.fori_loop(
                 0,
                 jnp.sum(groups.count),
@@ -85,6 +99,8 @@ def _by_expert(
             )
 
     def by_kernel() -> jax.Array:
+        from tunix_lite.models import grouped_kernels
+
         whole = weight
         if is_quantized(weight) and (groups.tokamax or not isinstance(weight, Int8)):
             whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
@@ -92,31 +108,9 @@ def _by_expert(
         rows = groups.expected_rows
         read = rows * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
         with _expected(flops=2 * rows * A * C, read=read):
-            return _kernels(groups).multiply(rows_RA, whole, groups, is_transposed)
+            return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
-
-
-@jax.custom_vjp
-def _with_gradient_to_master(
-    out_RC: jax.Array, rows_RA: jax.Array, master: jax.Array, groups: ExpertGroups
-) -> jax.Array:
-    """`out_RC`, the product of the rows and a weight. Its gradient goes to `master`, in its dtype,
-    as weights.project has it; a master divided over fsdp gets its part of the sum."""
-    return out_RC
-
-
-def _backward_to_master(kept: tuple, g_RC: jax.Array) -> tuple:
-    rows_RA, master, groups = kept
-    gradient = stored(_of_weight(rows_RA, g_RC, groups), master.dtype)
-    for dim, size in enumerate(gradient.shape):
-        if master.shape[dim] != size:
-            scatter = partial(jax.lax.psum_scatter, scatter_dimension=dim, tiled=True)
-            gradient = scatter(gradient, "fsdp")
-    return g_RC, None, gradient, None
-
-
-_with_gradient_to_master.defvjp(lambda out, *rest: (out, rest), _backward_to_master)
 
 
 @jax.jit
@@ -144,9 +138,11 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
         return jax.lax.fori_loop(0, E, of_expert, jax.lax.empty((E, A, C), dtype))
 
     def by_kernel() -> jax.Array:
+        from tunix_lite.models import grouped_kernels
+
         rows = groups.expected_rows
         with _expected(flops=2 * rows * A * C, read=rows * (A + C) * rows_RA.dtype.itemsize):
-            return _kernels(groups).weight_gradient(rows_RA, g_RC, groups, dtype)
+            return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
 
@@ -164,16 +160,6 @@ def _on_platform(
     if rows.dtype.itemsize > 4 or any(size % FEWEST for size in sizes):
         return by_loops()
     return jax.lax.platform_dependent(cuda=by_kernel, default=by_loops)
-
-
-def _kernels(groups: ExpertGroups) -> ModuleType:
-    if groups.tokamax:
-        from tunix_lite.models import grouped_tokamax
-
-        return grouped_tokamax
-    from tunix_lite.models import grouped_kernels
-
-    return grouped_kernels
 
 
 def _over_blocks(

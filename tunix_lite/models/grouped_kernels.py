@@ -1,7 +1,8 @@
 """The products of models/grouped.py as kernels for NVIDIA GPUs (Pallas, which hands them to
 Triton). A program multiplies a block of rows with some columns of its expert's weight, or adds up a
 tile of one expert's gradient, block after block: the order of every sum is fixed. The programs of a
-block without rows read nothing. Letters as there; W columns of a program."""
+block without rows read nothing. Or tokamax (github.com/openxla/tokamax), which has kernels for
+Hopper GPUs, multiplies. Letters as there; W columns of a program."""
 
 from functools import partial
 
@@ -15,6 +16,8 @@ from jax.typing import DTypeLike
 from tunix_lite.models.groups import ExpertGroups
 from tunix_lite.models.weights import Int8, Leaf
 
+_OF_ROWS = jax.lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+_OF_WEIGHT = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 # Columns of a program, and rows of a tile of a gradient, at most.
 COLUMNS = 64
 # Numbers that are summed over at once; tensor cores take 16 at least.
@@ -26,17 +29,20 @@ def multiply(
     weight: Leaf,
     groups: ExpertGroups,
     is_transposed: bool = False,
-    interpret: bool = False,
 ) -> jax.Array:
     """The rows times the weights [E, A, C] of their experts, or times [E, C, A] transposed, [R, C].
-    weight: an array, or `Int8`, which is dequantised in the kernel. A is a multiple of 16."""
+    weight: an array, or `Int8`, which is dequantised in the kernel; of tokamax an array. A is a
+    multiple of 16. Raises NotImplementedError for what tokamax cannot multiply."""
+    if groups.tokamax:
+        matrices = weight.mT if is_transposed else weight
+        return _by_tokamax(rows_RA, matrices, groups, _OF_ROWS, rows_RA.dtype)
     arrays = (weight.codes, weight.scales) if isinstance(weight, Int8) else (weight,)
     columns = arrays[0].shape[1 if is_transposed else 2]
     inputs = (rows_RA, groups.expert, groups.first, groups.count, *arrays)
     out = jax.ShapeDtypeStruct((len(rows_RA), columns), rows_RA.dtype)
     grid = (len(groups.expert), pl.cdiv(columns, COLUMNS))
     kernel = partial(_multiply, groups.block, is_transposed)
-    return _call("grouped_product", kernel, grid, inputs, out, interpret)
+    return _call("grouped_product", kernel, grid, inputs, out)
 
 
 def weight_gradient(
@@ -44,37 +50,48 @@ def weight_gradient(
     g_RC: jax.Array,
     groups: ExpertGroups,
     dtype: DTypeLike,
-    interpret: bool = False,
 ) -> jax.Array:
     """The gradient of the weights, [E, A, C] in `dtype`: of each expert its rows, transposed, times
     the cotangents `g_RC` of their products."""
+    if groups.tokamax:
+        return _by_tokamax(rows_RA, g_RC, groups, _OF_WEIGHT, dtype)
     shape = (len(groups.first), rows_RA.shape[1], g_RC.shape[1])
     grid = (shape[0], pl.cdiv(shape[1], COLUMNS), pl.cdiv(shape[2], COLUMNS))
     inputs = (rows_RA, g_RC, groups.first, groups.count)
     out = jax.ShapeDtypeStruct(shape, dtype)
     kernel = partial(_add_up, groups.block)
-    return _call("grouped_gradient", kernel, grid, inputs, out, interpret)
+    return _call("grouped_gradient", kernel, grid, inputs, out)
+
+
+def _by_tokamax(
+    left: jax.Array,
+    right: jax.Array,
+    groups: ExpertGroups,
+    dims: jax.lax.RaggedDotDimensionNumbers,
+    dtype: DTypeLike,
+) -> jax.Array:
+    import tokamax
+    from absl import flags
+
+    # Else tokamax would look for its flags in the command line, and refuse what it does not know.
+    flags.FLAGS.mark_as_parsed()
+    # The last expert takes all rows that are left: of others tokamax would leave anything.
+    sizes = groups.count * groups.block
+    sizes = sizes.at[-1].add(len(left) - jnp.sum(sizes))
+    return tokamax.ragged_dot_general(
+        left, right, sizes, dims, preferred_element_type=dtype, implementation="mosaic"
+    )
 
 
 def _call(
-    name: str,
-    kernel: partial,
-    grid: tuple[int, ...],
-    inputs: tuple,
-    out: jax.ShapeDtypeStruct,
-    interpret: bool,
+    name: str, kernel: partial, grid: tuple[int, ...], inputs: tuple, out: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
+    # Each program sees the whole arrays.
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[whole(x) for x in inputs],
-        out_specs=whole(out),
         out_shape=out,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
         name=name,
     )(*inputs)
 

@@ -32,7 +32,7 @@ class ExpertGroups:
     count: jax.Array  # blocks of each expert, [E]
     expert: jax.Array  # the expert of each block, [R / block]; of one without rows, the last
     block: int = flax.struct.field(pytree_node=False)  # rows of a block
-    # whether tokamax multiplies them on GPUs (models/grouped_tokamax.py)
+    # whether tokamax multiplies them on GPUs
     tokamax: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
@@ -107,14 +107,13 @@ def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
     expert = jnp.minimum(jnp.sum(number >= first + count, axis=1), experts - 1)[:, None]
     place = (number - first[expert]) * block + jnp.arange(block)
     is_row = place < size[expert]
-    pair = order[jnp.where(is_row, before[expert] + place, 0)]
-    # The row of each pair, by its place in the order.
-    of_expert = jnp.minimum(ids[order], experts - 1)
-    row = (first * block - before)[of_expert] + jnp.arange(pairs)
-    row = jnp.where(ids[order] < experts, row, blocks * block)
+    pair = jnp.where(is_row, order[jnp.where(is_row, before[expert] + place, 0)], pairs)
+    # A row of no pair is set nowhere.
+    rows = jnp.arange(pair.size).reshape(pair.shape)
+    row = jnp.full(pairs, pair.size).at[pair].set(rows, mode="drop")
     return ExpertGroups(
-        pair=jnp.where(is_row, pair, pairs).reshape(-1),
-        row=jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(ids_Nk.shape),
+        pair=pair.reshape(-1),
+        row=row.reshape(ids_Nk.shape),
         first=first,
         count=count,
         expert=expert[:, 0],

@@ -475,12 +475,20 @@ def resolve_run(
             "every micro-batch; set training.sync_gradients_every=1"
         )
 
+    if run.training.expert_kernels == "tokamax":
+        is_bf16 = DTYPES[run.training.mixed_precision] == jnp.bfloat16
+        is_there = is_attached and platform in ("cuda", "gpu") and find_spec("tokamax")
+        if not (cfg.experts and is_bf16 and is_there):
+            raise ConfigError(
+                "training: expert_kernels=tokamax multiplies experts in bfloat16 on the Hopper "
+                "GPUs that jax sees (pip install -e '.[tokamax]'); set "
+                "training.expert_kernels=auto"
+            )
+
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
-        if run.training.expert_kernels == "tokamax":
-            _check_tokamax(cfg, platform, is_attached)
     with error_context("rollout"):
         _check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
@@ -624,19 +632,6 @@ def _choose_attention(
         if is_attached:
             raise
         return choice, "as training.attention says"
-
-
-def _check_tokamax(cfg: Architecture, platform: str, is_attached: bool) -> None:
-    """Raises ValueError where tokamax cannot multiply the experts."""
-    reason = ""
-    if cfg.experts is None:
-        reason = "the model has no experts"
-    elif platform not in ("cuda", "gpu") or not is_attached:
-        reason = "tokamax compiles for the Hopper GPUs that jax sees, and here are none"
-    if reason:
-        raise ValueError(f"expert_kernels=tokamax: {reason}; set training.expert_kernels=auto")
-    if find_spec("tokamax") is None:
-        raise ValueError("expert_kernels=tokamax needs tokamax: pip install -e '.[tokamax]'")
 
 
 def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
