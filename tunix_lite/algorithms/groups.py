@@ -244,23 +244,20 @@ def sample_mixed_groups(
     groups, the first others fill the batch, and nothing is learned from them. A group is judged by
     the rewards of the task, with nothing added."""
     num_prompts = len(examples) // max_rounds
-    began = time.perf_counter()
-    seconds = []
+    ends = []
     rounds: list[Groups] = []
     for r in range(max_rounds):
         drawn = examples[r * num_prompts : (r + 1) * num_prompts]
         # the first round draws what a run that replaces no group draws
         round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
         rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
-        seconds.append(time.perf_counter() - began)
+        ends.append(time.perf_counter())
         if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:
             break
 
     # the first P that are mixed, then as many others as are missing, in the order of drawing
     is_mixed = ~np.concatenate([groups.agree for groups in rounds])
-    first_mixed = np.flatnonzero(is_mixed)[:num_prompts]
-    fillers = np.flatnonzero(~is_mixed)[: num_prompts - len(first_mixed)]
-    chosen = np.sort(np.concatenate([first_mixed, fillers]))
+    chosen = np.sort(np.argsort(~is_mixed, kind="stable")[:num_prompts])
     rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
     rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
     learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
@@ -287,8 +284,8 @@ def sample_mixed_groups(
         "reward/std": float(rewards.std()),
         "prompts/drawn": len(is_mixed),
         "prompts/mixed": int(is_mixed.sum()),
-        "prompts/kept": len(first_mixed),
-        "time/extra_rounds": seconds[-1] - seconds[0],
+        "prompts/kept": int(is_mixed[chosen].sum()),
+        "time/extra_rounds": ends[-1] - ends[0],
     }
     return Groups(
         rollout=_chosen_rows([groups.rollout for groups in rounds], rows),
