@@ -10,7 +10,7 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Needs, Policy
-from tunix_lite.algorithms.groups import Groups, sample_groups, turn_advantages, turn_values
+from tunix_lite.algorithms.groups import Groups, sample_groups, turn_advantages
 from tunix_lite.basics.types import Batch, Conversation, Graded, Rollout, SampledTurn, TurnReply
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.runs.experience import FreshExperience
@@ -92,9 +92,9 @@ def test_a_run_that_resumes_gets_what_it_would_have_got():
 
 
 def test_what_a_turn_is_worth():
-    rewards = [1.0, 0.0, 4.0]
-    assert turn_values(rewards, 0.0).tolist() == [1, 0, 4]
-    assert turn_values(rewards, 0.5).tolist() == [1 + 0 + 1, 0 + 2, 4]
+    for discount, worth in ((0.0, [1, 0, 4]), (0.5, [1 + 0 + 1, 0 + 2, 4])):
+        [values] = turn_advantages(lambda values: values, discount, [[1.0, 0.0, 4.0]], np.array([[True]]))
+        assert values.tolist() == worth
 
 
 def test_all_turns_of_a_group_are_compared():

@@ -27,6 +27,14 @@ class WholeBatch:
     each: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)  # weight of each reward, by name
 
+    def advantages(self, function: Advantages, rewards_PG: np.ndarray) -> np.ndarray:
+        """[P, G]: those of a function that sees the whole batch; it has to know who is missing, so
+        it gets nan in their places."""
+        kept_PG = ~np.isnan(rewards_PG)
+        compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) > 1)
+        values_PG = function(np.where(compared_PG, rewards_PG, np.nan), whole=self)
+        return np.where(compared_PG, values_PG, 0.0)
+
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
     """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator and exactly 0
@@ -187,7 +195,7 @@ def advantages_of_kept(
     `advantages` gets groups that lack the same completions together, and without them; if it has a
     parameter `whole`, everything at once, nan where dropped."""
     if takes(advantages, "whole"):
-        return _advantages_of_all(advantages, rewards_PG, whole())
+        return whole().advantages(advantages, rewards_PG)
     result_PG = np.zeros_like(rewards_PG)
     kept_PG = ~np.isnan(rewards_PG)
     for kept_G in np.unique(kept_PG, axis=0):
@@ -195,16 +203,6 @@ def advantages_of_kept(
             here = np.ix_((kept_PG == kept_G).all(axis=1), kept_G)
             result_PG[here] = advantages(rewards_PG[here])
     return result_PG
-
-
-def _advantages_of_all(
-    advantages: Advantages, rewards_PG: np.ndarray, whole: WholeBatch
-) -> np.ndarray:
-    # One that sees the batch has to know who is missing, so it gets nan in their places.
-    kept_PG = ~np.isnan(rewards_PG)
-    compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) > 1)
-    values_PG = advantages(np.where(compared_PG, rewards_PG, np.nan), whole=whole)
-    return np.where(compared_PG, values_PG, 0.0)
 
 
 def groups_that_agree(rewards_PG: np.ndarray) -> np.ndarray:

@@ -41,7 +41,7 @@ class Generate(Protocol):
         *,
         temperature: float = ...,
         on_finished: Callable[[int, Any], None] | None = None,
-        partner: Any = None,
+        partner: object | None = None,
     ) -> Rollout:
         """Returns P * G rows: row p * G + g is generation g of prompt p. It may call
         on_finished(row, tokens) when a completion has ended; others are graded at the end.

@@ -83,12 +83,12 @@ class Groups:
         """[B, T] float32: the advantage of a completion at each of its tokens; 0 where dropped.
         function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
         if self.turn_discount is not None:
-            return self._of_turns(function)
+            return self.advantages_of_turns(function)
         advantages_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
         advantages_B1 = advantages_PG.astype(np.float32).reshape(-1, 1)
         return np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
 
-    def _of_turns(self, function: Advantages) -> np.ndarray:
+    def advantages_of_turns(self, function: Advantages) -> np.ndarray:
         """[B, T]: the advantage of each turn of a conversation at its tokens."""
         # What is in the rewards beside those of the environment belongs to the last turn: the
         # rewards of the turns then sum to the reward of the conversation.
@@ -124,6 +124,19 @@ class Groups:
     def learning_from(self, learned_PG: np.ndarray) -> "Groups":
         """Gives weights to these completions alone; [P, 1] or [P, G]."""
         return replace(self, learned_PG=self.learned_PG & learned_PG)
+
+    def of_conversations(self, task: TaskInterface) -> "Groups":
+        """The groups as task.conversation has them: credit of turns, and no weight where there was
+        no room for the end."""
+        settings = task.conversation
+        groups = self
+        if settings.credit != "end":
+            discount = settings.discount if settings.credit == "discount" else 0.0
+            groups = replace(groups, turn_discount=discount)
+        if settings.on_limit == "mask":
+            limited_B = np.array([one.reached_limit for one in self.rollout.conversations])
+            groups = groups.learning_from(~limited_B.reshape(self.rewards_PG.shape))
+        return groups
 
     @property
     def lengths(self) -> np.ndarray:
@@ -165,20 +178,7 @@ def sample_groups(
     metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
     groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    return groups if rollout.conversations is None else _of_conversations(groups, task)
-
-
-def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
-    """The groups as the settings of conversations have them: credit of turns, and no weight where
-    there was no room for the end."""
-    settings = task.conversation
-    if settings.credit != "end":
-        discount = settings.discount if settings.credit == "discount" else 0.0
-        groups = replace(groups, turn_discount=discount)
-    if settings.on_limit == "mask":
-        limited_B = np.array([one.reached_limit for one in groups.rollout.conversations])
-        groups = groups.learning_from(~limited_B.reshape(groups.rewards_PG.shape))
-    return groups
+    return groups if rollout.conversations is None else groups.of_conversations(task)
 
 
 def scored_in_parts(
@@ -188,15 +188,6 @@ def scored_in_parts(
     rows = np.split(np.arange(len(batch.tokens)), num_mini_batches)
     parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in rows]
     return np.concatenate([score(part) for part in parts])
-
-
-def turn_values(rewards: Sequence[float], discount: float) -> np.ndarray:
-    """The value of each turn of a conversation, float64: its reward, and the values of later turns.
-    Example: turn_values([0.0, 1.0], 0.5) is [0.5, 1.0]."""
-    values = np.array(rewards, np.float64)
-    for k in range(len(values) - 2, -1, -1):
-        values[k] += discount * values[k + 1]
-    return values
 
 
 def turn_advantages(
@@ -215,10 +206,18 @@ def turn_advantages(
             "conversation.credit=turn and discount compare turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
         )
+
+    def values_of(rewards: Sequence[float]) -> np.ndarray:
+        # of each turn: its reward, and the values of later turns
+        values = np.array(rewards, np.float64)
+        for k in range(len(values) - 2, -1, -1):
+            values[k] += discount * values[k + 1]
+        return values
+
     row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
     for p, kept_G in enumerate(kept_PG):
         rows = p * len(kept_G) + np.flatnonzero(kept_G)
-        values = [turn_values(turn_rewards[row], discount) for row in rows]
+        values = [values_of(turn_rewards[row]) for row in rows]
         # one turn has nothing to be compared with
         if sum(map(len, values)) < 2:
             continue
@@ -245,23 +244,20 @@ def sample_mixed_groups(
     groups, the first others fill the batch, and nothing is learned from them. A group is judged by
     the rewards of the task, with nothing added."""
     num_prompts = len(examples) // max_rounds
-    began = time.perf_counter()
-    seconds = []
+    ends = []
     rounds: list[Groups] = []
     for r in range(max_rounds):
         drawn = examples[r * num_prompts : (r + 1) * num_prompts]
         # the first round draws what a run that replaces no group draws
         round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
         rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
-        seconds.append(time.perf_counter() - began)
+        ends.append(time.perf_counter())
         if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:
             break
 
     # the first P that are mixed, then as many others as are missing, in the order of drawing
     is_mixed = ~np.concatenate([groups.agree for groups in rounds])
-    first_mixed = np.flatnonzero(is_mixed)[:num_prompts]
-    fillers = np.flatnonzero(~is_mixed)[: num_prompts - len(first_mixed)]
-    chosen = np.sort(np.concatenate([first_mixed, fillers]))
+    chosen = np.sort(np.argsort(~is_mixed, kind="stable")[:num_prompts])
     rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
     rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
     learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
@@ -288,8 +284,8 @@ def sample_mixed_groups(
         "reward/std": float(rewards.std()),
         "prompts/drawn": len(is_mixed),
         "prompts/mixed": int(is_mixed.sum()),
-        "prompts/kept": len(first_mixed),
-        "time/extra_rounds": seconds[-1] - seconds[0],
+        "prompts/kept": int(is_mixed[chosen].sum()),
+        "time/extra_rounds": ends[-1] - ends[0],
     }
     return Groups(
         rollout=_chosen_rows([groups.rollout for groups in rounds], rows),

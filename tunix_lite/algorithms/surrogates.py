@@ -37,25 +37,25 @@ class Gain(NamedTuple):
     # bool: where the surrogate took the gradient away, or bounded its factor; None: it never does
     limited: jax.Array | None = None
 
+    def at_least(self, least_RW: jax.Array, where_RW: jax.Array) -> "Gain":
+        """The gain with a lower bound at some tokens."""
+        is_below_RW = where_RW & (self.gain < least_RW)
+        gain_RW = jnp.where(is_below_RW, least_RW, self.gain)
+        return Gain(gain_RW, self.limited | is_below_RW)
+
 
 def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     """min(rho A, clip(rho) A), the surrogate of PPO and GRPO.
 
     dual: where A < 0 the gain is not below dual A, so that a ratio above `dual` has no gradient
     (dual clip, arXiv:1912.09729; the `delta` of TRL). None: it grows without end."""
-    clipped_RW = bounds.clip(terms.ratio)
-    plain_RW = terms.ratio * terms.advantages
-    bounded_RW = clipped_RW * terms.advantages
+    advantages_RW = terms.advantages
+    plain_RW = terms.ratio * advantages_RW
+    bounded_RW = bounds.clip(terms.ratio) * advantages_RW
     # The lower of the two is a pessimist: a step that goes too far gains nothing, and one that must
     # come back still has its gradient.
     gain = Gain(jnp.minimum(plain_RW, bounded_RW), plain_RW > bounded_RW)
-    return gain if dual is None else _not_below(gain, dual, terms.advantages)
-
-
-def _not_below(gain: Gain, dual: float, advantages_RW: jax.Array) -> Gain:
-    least_RW = dual * advantages_RW
-    is_beyond_RW = (advantages_RW < 0) & (gain.gain < least_RW)
-    return Gain(jnp.where(is_beyond_RW, least_RW, gain.gain), gain.limited | is_beyond_RW)
+    return gain if dual is None else gain.at_least(dual * advantages_RW, advantages_RW < 0)
 
 
 def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:

@@ -41,13 +41,6 @@ def cut(batch: RowBatch) -> RowBatch:
     return jax.tree.map(divide, batch.per_row)
 
 
-def uncut(x: jax.Array) -> jax.Array:
-    """The rows of micro-batches, [parts, rows, ...], where they were before `cut`: [R, ...]."""
-    inner = x.shape[2:]
-    x = x.reshape(len(x), axis_size("fsdp"), -1, *inner).swapaxes(0, 1).reshape(-1, *inner)
-    return constrain(x, "batch", *["seq"] * len(inner))
-
-
 def accumulate(
     fn: OfPart,
     batch: RowBatch,
@@ -70,8 +63,7 @@ def accumulate(
     if batch.max_parts == 1:
         sums = place(fn(batch))
     elif sync_every > 1:
-        of_shards = _sum_per_shard(fn, sync_every, grad_shardings)
-        sums = _sum_parts(of_shards, *_cut_per_shard(batch, sync_every), place)
+        sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
     else:
         sums = _sum_parts(fn, cut(batch), batch.num_used, place)
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
@@ -111,23 +103,24 @@ def _is_max(leaf: object) -> bool:
     return isinstance(leaf, Max)
 
 
-def _cut_per_shard(batch: RowBatch, sync_every: int) -> tuple[RowBatch, int | jax.Array]:
-    """Arrays of rows [R, ...] -> [parts, sync_every, shards, rows, ...]: larger parts, each of
-    which every shard adds up by itself; and how many of them run."""
+def _sum_per_shard(
+    fn: OfPart,
+    batch: RowBatch,
+    grad_shardings: Tree | None,
+    sync_every: int,
+    place: Callable[[Sums], Sums],
+) -> Sums:
+    """The sums of fn over all parts, `sync_every` of which are summed on each shard first, and over
+    the shards only then. While this lasts, each device holds the sum of its own gradient, not
+    divided over fsdp."""
 
     def divide(x: jax.Array) -> jax.Array:
+        # [R, ...] -> [parts, sync_every, shards, rows, ...]
         parts = batch.max_parts // sync_every
         x = x.reshape(axis_size("fsdp"), parts, sync_every, -1, *x.shape[1:])
         x = jnp.moveaxis(x, 0, 2)
         spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
         return jax.lax.with_sharding_constraint(x, spec)
-
-    return jax.tree.map(divide, batch.per_row), -(-batch.num_used // sync_every)
-
-
-def _sum_per_shard(fn: OfPart, sync_every: int, grad_shardings: Tree | None) -> OfPart:
-    """fn over `sync_every` parts, summed on each shard first, and over the shards only then. While
-    this lasts, each device holds the sum of its own gradient, not divided over fsdp."""
 
     def of_one_shard(part: Tree) -> Sums:
         # all rows of a shard are its own
@@ -156,4 +149,5 @@ def _sum_per_shard(fn: OfPart, sync_every: int, grad_shardings: Tree | None) -> 
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)
         return jax.tree.map(reduce, total, is_leaf=_is_max)
 
-    return sum_of_parts
+    larger = jax.tree.map(divide, batch.per_row)
+    return _sum_parts(sum_of_parts, larger, -(-batch.num_used // sync_every), place)

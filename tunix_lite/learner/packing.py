@@ -93,12 +93,12 @@ class Packed:
     num_parts: np.int32 | None
     row_shape: RowShape  # one of RowShape.prefixes
 
-    def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
-        """[B, T] or [B, T, K] -> [R, W] or [R, W, K], `fill` where nothing stands. A shared prompt
+    def place(self, x_BT: np.ndarray) -> np.ndarray:
+        """[B, T] or [B, T, K] -> [R, W] or [R, W, K], 0 where nothing stands. A shared prompt
         has the values of its first sequence."""
         x_BT = np.asarray(x_BT)
         x_RW = x_BT.reshape(-1, *x_BT.shape[2:])[self.source]
-        x_RW[self.source < 0] = fill
+        x_RW[self.source < 0] = 0
         return x_RW
 
     def back(self, x_RW: np.ndarray) -> np.ndarray:
@@ -215,9 +215,21 @@ def packed(
     if not shape.prefix_columns:
         arrays["completion_ids"] = None
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
+
+    # the scored tokens row by row, as the loss reads them; the fullest row decides M
+    counted = np.flatnonzero(counts_RW)
+    counted_R = np.bincount(counted // shape.width, minlength=num_rows)
+    M = shape.num_scored(int(counted_R.max(initial=0)))
+    is_scored = np.arange(M) < counted_R[:, None]
+    scored = np.zeros(is_scored.shape, np.int32)
+    scored[is_scored] = counted % shape.width
+    previous = np.zeros(is_scored.shape, np.int32)
+    previous[is_scored] = previous_RW.reshape(-1)[counted]
     return Packed(
         **arrays,
-        **_scored(counts_RW, previous_RW, shape),
+        scored=scored,
+        previous=previous,
+        is_scored=is_scored,
         shape=counts_BT.shape,
         num_parts=np.int32(max(1, -(-len(fills) // (shards * rows_per_part)))),
         row_shape=shape,
@@ -422,22 +434,3 @@ def _fill_rows(
 
     in_rows = {name: array.reshape(num_rows, width) for name, array in arrays.items()}
     return in_rows, previous.reshape(num_rows, width)
-
-
-def _scored(
-    counts_RW: np.ndarray, previous_RW: np.ndarray, shape: RowShape
-) -> dict[str, np.ndarray]:
-    """The [R, M] arrays of Packed; the fullest row decides M."""
-    R, W = counts_RW.shape
-    # row by row, as the loss reads them
-    counted = np.flatnonzero(counts_RW)
-    counted_R = np.bincount(counted // W, minlength=R)
-    M = shape.num_scored(int(counted_R.max(initial=0)))
-    is_scored = np.arange(M) < counted_R[:, None]
-
-    # both go row by row, in order
-    scored = np.zeros((R, M), np.int32)
-    scored[is_scored] = counted % W
-    previous = np.zeros((R, M), np.int32)
-    previous[is_scored] = previous_RW.reshape(-1)[counted]
-    return {"scored": scored, "previous": previous, "is_scored": is_scored}

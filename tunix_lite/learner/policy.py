@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
-from tunix_lite.learner.micro_batches import cut, part_of, uncut
+from tunix_lite.learner.micro_batches import cut, part_of
 from tunix_lite.learner.routing import with_expert_sums
 from tunix_lite.learner.rows import RowLayout, at_scored
 from tunix_lite.models import attention, decoder
@@ -22,7 +22,7 @@ from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.parallel.mesh import constrain
+from tunix_lite.parallel.mesh import axis_size, constrain
 
 # training.mixed_precision -> the dtype of the computation
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}
@@ -84,6 +84,12 @@ def on_every_device(
     Every device has all of it, so that every process can read it. Parts that hold nothing give
     zeros."""
 
+    def in_rows(x: jax.Array) -> jax.Array:
+        # back from parts of shards
+        inner = x.shape[2:]
+        x = x.reshape(len(x), axis_size("fsdp"), -1, *inner).swapaxes(0, 1)
+        return constrain(x.reshape(-1, *inner), "batch", *["seq"] * len(inner))
+
     def score(params: Params, batch: RowBatch) -> Any:
         if rows.num_parts == 1:
             scores = of_part(params, batch.per_row)
@@ -101,7 +107,7 @@ def on_every_device(
             # The number of parts that run is traced, so this is a loop of XLA and not a scan.
             like = jax.eval_shape(of_part, params, part_of(parts, 0))
             filled = jax.lax.fori_loop(0, batch.num_used, fill, jax.tree.map(empty, like))
-            scores = jax.tree.map(uncut, filled)
+            scores = jax.tree.map(in_rows, filled)
         return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)
@@ -127,11 +133,22 @@ def make_policy(
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
-    if cfg.output == "logits":
-        of_head = partial(batch_scores, temperature=temperature)
-    else:
-        of_head = batch_numbers
-    scores = partial(of_head, cfg=cfg, dtype=dtype, **scoring)
+    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+
+    def numbers(params: Params, batch: RowBatch) -> TokenScores:
+        # those that a reward model gives the text up to each scored token, that itself included
+        meta = attention.meta_of_rows(batch)
+        hidden_RWD, routed = decoder.forward_and_routes(
+            params, cfg, batch.tokens, meta, dtype, **scoring
+        )
+        numbers_RW = scalar_scores(params, hidden_RWD)
+        of_tokens = TokenScores(jnp.where(batch.loss_weight != 0, numbers_RW, 0.0), None)
+        if routed is not None:
+            of_tokens = with_expert_sums(of_tokens, routed, None, batch)
+        return of_tokens
+
+    if cfg.output != "logits":
+        scores = numbers
     # compiled when it is called first, and again for other shapes or types
     rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
     frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
@@ -158,49 +175,27 @@ def batch_scores(
     hidden_RWD, routed = decoder.forward_and_routes(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )
+
+    def in_rows(x_RM: jax.Array) -> jax.Array:
+        # values back at the columns of their tokens, 0 elsewhere
+        R, M, *inner = x_RM.shape
+        W = batch.tokens.shape[1]
+        # a row may have fewer scored tokens than M; the rest belongs to no token
+        is_scored = jnp.expand_dims(batch.is_scored, tuple(range(2, x_RM.ndim)))
+        x_RM = jnp.where(is_scored, x_RM, 0)
+        if batch.scored is None:
+            return jnp.pad(x_RM, [(0, 0), (W - M, 0), *[(0, 0)] * len(inner)])
+        rows = jnp.zeros((R, W, *inner), x_RM.dtype)
+        return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
+
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
     before_RMD = at_scored(hidden_RWD, batch, before=1)
     targets_RM = at_scored(batch.tokens, batch)
     table_VD = decoder.output_table(params, cfg)
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
-    scores_RW = jax.tree.map(partial(in_rows, batch=batch), scores_RM)
+    scores_RW = jax.tree.map(in_rows, scores_RM)
     if routed is not None:
         scores_RW = with_expert_sums(scores_RW, routed, routes, batch)
-    return scores_RW
-
-
-def in_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """Values [R, M] or [R, M, K] of scored tokens back at the columns of their tokens, [R, W] or
-    [R, W, K], 0 elsewhere."""
-    R, M, *inner = x_RM.shape
-    W = batch.tokens.shape[1]
-    # a row may have fewer scored tokens than M; the rest belongs to no token
-    is_scored = jnp.expand_dims(batch.is_scored, tuple(range(2, x_RM.ndim)))
-    x_RM = jnp.where(is_scored, x_RM, 0)
-    if batch.scored is None:
-        return jnp.pad(x_RM, [(0, 0), (W - M, 0), *[(0, 0)] * len(inner)])
-    rows = jnp.zeros((R, W, *inner), x_RM.dtype)
-    return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
-
-
-def batch_numbers(
-    params: Params,
-    batch: RowBatch,
-    *,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    **forward: Any,
-) -> TokenScores:
-    """The numbers that a reward model gives the text up to each scored token, that itself included:
-    float32 [R, W], 0 elsewhere; and no entropy."""
-    meta = attention.meta_of_rows(batch)
-    hidden_RWD, routed = decoder.forward_and_routes(
-        params, cfg, batch.tokens, meta, dtype, **forward
-    )
-    numbers_RW = jnp.where(batch.loss_weight != 0, scalar_scores(params, hidden_RWD), 0.0)
-    scores_RW = TokenScores(numbers_RW, None)
-    if routed is not None:
-        scores_RW = with_expert_sums(scores_RW, routed, None, batch)
     return scores_RW
 
 

@@ -9,12 +9,12 @@ no gradient; z is of arXiv:2202.08906.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Metrics, RowBatch
+from tunix_lite.basics.types import Metrics, RowBatch, TokenScores
 from tunix_lite.models.experts import Routed
 
 # among the metrics of a micro-batch, the sums that become numbers once all parts are added up
@@ -42,10 +42,14 @@ class ExpertSums(NamedTuple):
     moved_pairs: jax.Array | None = None
 
 
-def expert_sums(
-    routed: Routed, routes_LRWk: jax.Array | None, is_token_RW: jax.Array
-) -> ExpertSums:
-    """The sums of a forward pass. routed: of all layers, stacked. routes_LRWk: as it took them."""
+def with_expert_sums(
+    scores_RW: TokenScores, routed: Routed, routes_LRWk: jax.Array | None, batch: RowBatch
+) -> TokenScores:
+    """The scores with the sums of their forward pass; those of another head as they are, which have
+    no field for them. routed: of all layers, stacked. routes_LRWk: as it took them."""
+    if not hasattr(scores_RW, "experts"):
+        return scores_RW
+    is_token_RW = batch.segment_ids > 0
     sums = ExpertSums(
         load=routed.load,
         prob=routed.prob_sum,
@@ -53,26 +57,16 @@ def expert_sums(
         tokens=jnp.sum(is_token_RW, dtype=jnp.float32),
     )
     if routes_LRWk is None:
-        return sums
+        return scores_RW._replace(experts=sums)
     # Experts in another order are the same route.
     is_among = (routed.ids[..., None] == routed.native[..., None, :]).any(axis=-1)
     has_moved_LRW = ~is_among.all(axis=-1) & (routes_LRWk[..., 0] >= 0) & is_token_RW
     replayed_RW = (routes_LRWk[0, ..., 0] >= 0) & is_token_RW
-    return sums._replace(
+    sums = sums._replace(
         replayed=jnp.sum(replayed_RW, dtype=jnp.float32),
         moved_tokens=jnp.sum(has_moved_LRW.any(axis=0), dtype=jnp.float32),
         moved_pairs=jnp.sum(has_moved_LRW, dtype=jnp.float32),
     )
-
-
-def with_expert_sums(
-    scores_RW: Any, routed: Routed, routes_LRWk: jax.Array | None, batch: RowBatch
-) -> Any:
-    """The scores with these sums; those of another head as they are, which have no field for
-    them."""
-    if not hasattr(scores_RW, "experts"):
-        return scores_RW
-    sums = expert_sums(routed, routes_LRWk, batch.segment_ids > 0)
     return scores_RW._replace(experts=sums)
 
 
@@ -90,30 +84,16 @@ class RouterLoss:
     def is_on(self) -> bool:
         return bool(self.aux_coef or self.z_coef)
 
-    def __call__(
-        self, sums: ExpertSums, load_LE: jax.Array | None, num_tokens: jax.Array
-    ) -> jax.Array:
-        """The share of a micro-batch in the losses. load_LE, num_tokens: of the whole batch, so
-        that shares add up to it; load_LE None: the micro-batch is all of it."""
-        load_LE = jax.lax.stop_gradient(sums.load if load_LE is None else load_LE)
+    def __call__(self, sums: ExpertSums, totals: dict[str, jax.Array | None]) -> jax.Array:
+        """The share of a micro-batch in the losses. totals: LOAD and NUM_TOKENS of the whole batch,
+        so that shares add up to it; without LOAD the micro-batch is all of it."""
+        load_LE = sums.load if totals[LOAD] is None else totals[LOAD]
+        load_LE = jax.lax.stop_gradient(load_LE)
         num_layers, num_experts = load_LE.shape
-        pairs = num_layers * num_tokens
+        pairs = num_layers * totals[NUM_TOKENS]
         share_E = jnp.sum(load_LE, axis=0) / pairs
         aux = num_experts * jnp.sum(share_E * jnp.sum(sums.prob, axis=0)) / pairs
         return self.aux_coef * aux + self.z_coef * sums.z / pairs
-
-
-def with_experts(
-    router_loss: RouterLoss | None,
-    sums: ExpertSums,
-    batch: RowBatch,
-    loss: jax.Array,
-    metrics: Metrics,
-) -> tuple[jax.Array, Metrics]:
-    """Adds the losses of routers to the loss of a micro-batch, and the sums to its metrics."""
-    if router_loss is not None:
-        loss += router_loss(sums, batch.constants[LOAD], batch.constants[NUM_TOKENS])
-    return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(sums)}
 
 
 def with_expert_metrics(metrics: Metrics) -> Metrics:
@@ -128,7 +108,7 @@ def with_expert_metrics(metrics: Metrics) -> Metrics:
         "experts/load_entropy": jnp.mean(entropy_L) / jnp.log(max(2, num_experts)),
         # of the busiest expert of all layers, in even shares
         "experts/load_max": num_experts * jnp.max(share_LE),
-        "experts/aux_loss": RouterLoss(aux_coef=1.0)(sums, None, tokens),
+        "experts/aux_loss": RouterLoss(aux_coef=1.0)(sums, {LOAD: None, NUM_TOKENS: tokens}),
         "experts/router_z": sums.z / (num_layers * tokens),
     }
     if sums.replayed is not None:

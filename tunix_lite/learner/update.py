@@ -21,7 +21,6 @@ from tunix_lite.learner.routing import (
     NUM_TOKENS,
     RouterLoss,
     with_expert_metrics,
-    with_experts,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
@@ -73,9 +72,10 @@ class TrainStep:
         shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
         # the new state lies where the old one did
         of_state = shardings[0]
-        step = partial(apply_narrow, seed=self.seed) if is_narrow(state) else apply
         return jax.jit(
-            partial(self.update, grad_shardings=of_state.params, apply=step),
+            partial(
+                self.update, grad_shardings=of_state.params, apply=apply_for(state, self.seed)
+            ),
             in_shardings=shardings,
             out_shardings=(of_state, None),
             donate_argnums=0,
@@ -91,7 +91,7 @@ class TrainStep:
         apply: Apply,
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit. grad_shardings: where each gradient lies. apply:
-        `apply` or `apply_narrow`."""
+        as `apply_for` gives it."""
         params = state.params
         grads, metrics = self.gradients(params, frozen, state.step, batch, grad_shardings)
         state, moved = apply(self.optimizer, state, grads, metrics["train/loss"])
@@ -129,9 +129,9 @@ class TrainStep:
         scores = self.policy.scores(acting, batch)
         loss, metrics = self.algorithm.loss(scores, batch)
         if scores.experts is not None:
-            loss, metrics = with_experts(
-                self.router_loss, scores.experts, batch, loss, metrics
-            )
+            metrics = {**metrics, EXPERTS: jax.lax.stop_gradient(scores.experts)}
+        if self.router_loss:
+            loss += self.router_loss(scores.experts, batch.constants)
         ours = {"train/loss": loss}
         if scores.entropy is not None:
             ours["train/entropy"] = jnp.sum(batch.loss_weight * scores.entropy)
@@ -207,30 +207,30 @@ def apply(
     return new.replace(step=state.step + 1), metrics
 
 
-def is_narrow(state: TrainState) -> bool:
-    """Whether the state has arrays in bfloat16: training.mixed_precision=bf16_params."""
-    return any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
+def apply_for(state: TrainState, seed: int) -> Apply:
+    """`apply`; for a state with arrays in bfloat16 (training.mixed_precision=bf16_params) one that
+    rounds them by chance: to the nearest, an update of less than half a last digit would never
+    arrive. The numbers come from (seed, step), the same on every mesh; what has not moved is exact,
+    and stays."""
+    if all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(state)):
+        return apply
 
+    def in_bfloat16(
+        optimizer: optax.GradientTransformation,
+        state: TrainState,
+        grads: Params,
+        loss: jax.Array,
+    ) -> tuple[TrainState, Metrics]:
+        moved, metrics = apply(optimizer, widen(state), widen(grads), loss)
+        leaves, form = jax.tree.flatten((moved.params, moved.opt_state))
+        types = [x.dtype for x in jax.tree.leaves((state.params, state.opt_state))]
+        key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+        key = jax.random.fold_in(key, state.step)
+        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+        params, opt_state = form.unflatten(map(round_by_chance, leaves, types, keys))
+        return moved.replace(params=params, opt_state=opt_state), metrics
 
-def apply_narrow(
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    grads: Params,
-    loss: jax.Array,
-    seed: int,
-) -> tuple[TrainState, Metrics]:
-    """`apply` of a state that is kept in bfloat16. It is rounded by chance: to the nearest, an
-    update of less than half a last digit would never arrive. The numbers come from (seed, step),
-    the same on every mesh; what has not moved is exact, and stays."""
-    moved, metrics = apply(optimizer, widen(state), widen(grads), loss)
-    old = jax.tree.leaves((state.params, state.opt_state))
-    leaves, form = jax.tree.flatten((moved.params, moved.opt_state))
-    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-    key = jax.random.fold_in(key, state.step)
-    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-    types = [x.dtype for x in old]
-    params, opt_state = form.unflatten(map(round_by_chance, leaves, types, keys))
-    return moved.replace(params=params, opt_state=opt_state), metrics
+    return in_bfloat16
 
 
 def widen(tree: Any) -> Any:

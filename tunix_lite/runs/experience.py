@@ -94,13 +94,14 @@ class FreshExperience:
         steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
         self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
         # where examples and completions come from, and what goes on beside an update
-        self._draw: Callable[[int, Params], Drawn] = self._draw_examples
+        self._draw: Callable[[int, Params], Drawn] = self.draw_examples
         self._beside: Callable[[], Metrics] | None = None
         if learner.overlap is not None:
-            self._draw = self._draw_rollout
+            draw = learner.overlap.draw
+            self._draw = lambda step, params: draw(step, learner.policy, session.task, params)
             self._beside = learner.overlap.beside_update
         elif needs.reads_ahead:
-            self._beside = self._read_ahead
+            self._beside = self.read_ahead
         # what the updates of a rollout learn from, and the step of the first of them
         self._collected: Collected | None = None
         self._step = 0
@@ -128,7 +129,7 @@ class FreshExperience:
                 self._step = step
             batch, metrics, graded = self._collected
             if self._parts > 1:
-                batch, graded = self._mini_batch(update)
+                batch, graded = self.mini_batch(update)
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             rows, _ = self._learner.resolved.rows.lay_out(batch)
@@ -166,19 +167,14 @@ class FreshExperience:
         key = jax.random.fold_in(self._learner.seed_key, step)
         return self._algorithm.collect(policy, task, params, examples, key)
 
-    def _draw_rollout(self, step: int, params: Params) -> Drawn:
-        """What was sampled beside earlier updates."""
-        draw = self._learner.overlap.draw
-        return draw(step, self._learner.policy, self._session.task, params)
-
-    def _draw_examples(self, step: int, params: Params) -> Drawn:
+    def draw_examples(self, step: int, params: Params) -> Drawn:
         """The examples of all rounds of a rollout."""
         task = self._session.task
         rollout = step // self._updates
         batches = (task.batch(self._num_prompts, seed, rollout) for seed in self._seeds)
         return self._learner.policy, task, list(itertools.chain.from_iterable(batches))
 
-    def _mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
+    def mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""
         batch, _, graded = self._collected
         parts = np.split(np.arange(len(batch.tokens)), self._parts)
@@ -186,7 +182,7 @@ class FreshExperience:
         graded = None if graded is None else chosen_completions([graded], rows)
         return jax.tree.map(lambda x: x[rows], batch), graded
 
-    def _read_ahead(self) -> Metrics:
+    def read_ahead(self) -> Metrics:
         """Makes the batch of the next rollout, of an algorithm that asks nothing of the policy."""
         step = self._step + self._updates
         if step < self._session.run.training.max_steps:

@@ -15,7 +15,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.types import Metrics, Params, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import Sums
 from tunix_lite.learner.optim import Optimizer, make_optimizer
-from tunix_lite.learner.update import TrainStep, apply, apply_narrow, is_narrow, widen
+from tunix_lite.learner.update import TrainStep, apply_for, widen
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.vocabulary import token_scores
@@ -122,9 +122,7 @@ class TrainerPrograms:
         ) -> tuple[TrainState, Metrics]:
             # The rate of a schedule is computed inside: outside, its last digit could differ.
             optimizer = optimizer_of_client(cfg, table, rate, self.max_steps)
-            if is_narrow(state):
-                return apply_narrow(optimizer, state, grads, loss, self.seed)
-            return apply(optimizer, state, grads, loss)
+            return apply_for(state, self.seed)(optimizer, state, grads, loss)
 
         def make() -> Callable[..., tuple[TrainState, Metrics]]:
             return jax.jit(update, out_shardings=(places, None), donate_argnums=0)
