@@ -3,10 +3,12 @@ a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from tunix_lite.basics.plain_text import escaped, visible
 from tunix_lite.basics.types import Metrics
@@ -127,7 +129,7 @@ class Mlflow(_Plug):
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
-                for name, value in _flat(run.settings)
+                for name, value in flatten_dict(run.settings, sep=".").items()
             ]
             # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
@@ -199,12 +201,3 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
             [visible(x[:_MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
         )
     return [*plain, *(f"reward {name}" for name in rewards)], cells
-
-
-def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted names of all settings, and their values."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
