@@ -117,7 +117,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
     run = with_data_as_before(run, run_dir)
-    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
+    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -166,7 +166,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     return replace(parts, reference=reference)
 
 
-def with_rewards_tried(parts: Parts) -> Parts:
+def _with_rewards_tried(parts: Parts) -> Parts:
     """The parts, after the first process has called the user's rewards on made-up completions of an
     example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
@@ -200,7 +200,7 @@ def find_parts(run: RunConfig) -> Parts:
         model = source.locate(run.model)
         cfg = trained_architecture(run.model, model.cfg, run.algorithm.needs)
         model = replace(model, cfg=cfg)
-    mesh, rollout_mesh = meshes_of(run)
+    mesh, rollout_mesh = _meshes_of(run)
     set_rules(run.sharding)
     comparison = run.algorithm.needs.comparison
     frozen_models = locate_frozen(run.scoring_models, comparison, model)
@@ -239,7 +239,7 @@ def find_parts(run: RunConfig) -> Parts:
         with error_context("training"):
             training = resolved.run.training.with_steps(*counts)
         resolved = replace(resolved, run=replace(resolved.run, training=training))
-    data = check_task(resolved.run, task, resolved.batch.prompts)
+    data = _check_task(resolved.run, task, resolved.batch.prompts)
     return Parts(
         model,
         mesh,
@@ -312,7 +312,7 @@ def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
     return run
 
 
-def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
+def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
     """The mesh that learns, and the one that samples, if it has devices of its own. Raises
     ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
     than somebody meant."""
@@ -370,7 +370,7 @@ def _of_frozen(place: str) -> Iterator[None]:
         raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 
-def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
+def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
     example, or a prompt of the first update or of the evaluation, is not what the model and the
     algorithm can take."""
