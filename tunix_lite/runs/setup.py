@@ -593,16 +593,8 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("batch", f"{parts.batch}{packed}"))
     if resolved.packing_reason:
         rows.append(("packing", resolved.packing_reason))
-    if run.algorithm.needs.demonstrations and run.task.environment is not None:
-        rows.append(
-            ("environment", "answers in evaluations; the run learns from demonstrations")
-        )
     if parts.data:
         rows.append(("data", parts.data))
-    if count := min(run.loss_examples, len(run.task.source.held_out)):
-        rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
-    if run.training.ranks:
-        rows.append(("best", run.training.use_of_best))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
