@@ -40,7 +40,7 @@ class ScriptedEngine:
             for at in range(0, len(tokens), 3):
                 part = slice(at, at + 3)
                 is_last = at + 3 >= len(tokens)
-                one.on_tokens(NewTokens(tokens[part], logprobs[part], logprobs[part], [], reason if is_last else None))
+                one.on_tokens(NewTokens(tokens[part], logprobs[part], logprobs[part], reason if is_last else None))
 
     def cancel(self, sequence: LiveSequence) -> None:
         self.cancelled.append(sequence)

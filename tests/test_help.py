@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax.traverse_util import flatten_dict
 
 from tunix_lite import __main__ as entry
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands import program, train
-from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import compose_values
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def said(monkeypatch, capsys, main, *words) -> tuple[int, str, str]:
 @pytest.mark.parametrize("words", [[], ["algorithm=dapo", "sharding=data_parallel"], ["model=gemma3_1b", "task=jsonl"]])
 def test_help_shows_the_settings_that_hydra_composes(words, monkeypatch, capsys):
     shown = said(monkeypatch, capsys, entry.main, "train", *words, "--help=all")[1]
-    for leaf in composing.leaves(compose_values(words)):
+    for leaf in flatten_dict(compose_values(words), keep_empty_nodes=True, sep="."):
         assert any(re.search(rf"\b{name}:", shown) for name in leaf.split(".")[-2:]), leaf
 
 
@@ -51,7 +51,7 @@ def test_the_short_help_names_commands_groups_and_settings(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = said(monkeypatch, capsys, entry.main, "--help")
     assert code == 0 and len(out.splitlines()) < 100 and max(map(len, out.splitlines())) <= 92
-    known = {*composing.leaves(compose_values([])), "resume"}
+    known = {*flatten_dict(compose_values([]), keep_empty_nodes=True, sep="."), "resume"}
     assert help_pages.OFTEN in out and set(help_pages.OFTEN.replace(",", " ").split()) <= known
     assert all(f"\n  {name} " in out for name in [*COMMANDS, "model", "algorithm", "task", "optimizer"])
     assert said(monkeypatch, capsys, program_main, "--help")[1] == out

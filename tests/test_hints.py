@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from flax.traverse_util import flatten_dict
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import program
 from tunix_lite.parallel.mesh import spec
-from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.settings.hints import HYDRA, check_values, flags_first, foreign_words, wrong_override
@@ -34,7 +34,7 @@ GROUPS = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
 
 def settings_of(words: tuple[str, ...]) -> list[str]:
     if words not in HELD:
-        HELD[words] = list(composing.leaves(compose_values(list(words))))
+        HELD[words] = list(flatten_dict(compose_values(list(words)), keep_empty_nodes=True, sep="."))
     return HELD[words]
 
 

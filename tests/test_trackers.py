@@ -15,7 +15,7 @@ import pytest
 
 from tunix_lite.settings import compose as composing
 from tunix_lite.tracking import plugs
-from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of
+from tunix_lite.tracking.plugs import Guarded, TrackedRun
 
 ROW = {"prompt": "2 + 2?", "completion": "# 4 <b>\nyes", "expected": "4", "extracted": "4", "correct": True}
 ROWS = [
@@ -65,7 +65,9 @@ def test_wandb_gets_metrics_and_tables_and_its_id_back(stand_in, tmp_path):
     assert second["id"] == "abc-1" and second["resume"] == "allow", "a run that resumes goes on there"
     table = {"samples": wandb.Table.return_value}
     assert run.log.call_args_list == [call(METRICS, step=3), call(table, step=3)]
-    assert (*wandb.Table.call_args.args, *wandb.Table.call_args.kwargs.values()) == columns_of(ROWS)
+    columns, (first, second) = wandb.Table.call_args.kwargs.values()
+    assert len(columns) == 8 and first[:6] == ["2 + 2?", "# 4 <b>\nyes", "4", "4", True, 1.0]
+    assert first[6:] == ["{'right': 1.0, 'short': 0.5}", 0.7] and second[1] == "\\x1b[31m" and second[5] is None
     run.finish.assert_called_once()
 
 

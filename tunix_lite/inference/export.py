@@ -45,7 +45,7 @@ _PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end
 
 
 @dataclass(frozen=True)
-class Exported:
+class _Exported:
     """What `export` has written.
     Example: `export(model, "out").serve` is "vllm serve out"."""
 
@@ -128,7 +128,7 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
     gguf_type: str | None = None,
-) -> Exported:
+) -> _Exported:
     """Writes the model to the folder `out`, reads it back and compares it. Raises ConfigError,
     writes nothing. kind: full, merged, adapter (PEFT), gguf, gguf_adapter, or auto: adapter if
     there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it.
@@ -192,7 +192,7 @@ def export(
         partial.replace(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(out, kind, difference, served)
+    return _Exported(out, kind, difference, served)
 
 
 def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -272,10 +272,8 @@ class LanguageModel:
                 padding = width - len(ids)
                 tokens = put(np.array([[0] * padding + ids], np.int32), "batch", "seq")
                 mask = put(np.arange(width)[None] >= padding, "batch", "seq")
-                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[
-                    0
-                ]
-                scores.append(logprobs[padding:][start : start + count])
+                logprobs = _score(self.params, tokens, mask, cfg=self.cfg, dtype=self.dtype)
+                scores.append(np.asarray(logprobs)[0, padding:][start : start + count])
         return scores
 
     def _check_length(self, tokens: int) -> None:
@@ -289,12 +287,8 @@ class LanguageModel:
 
 # jax keeps compiled programs with their function, so the functions are kept.
 _sampler = cache(make_sampler)
-
-
-@cache
-def _score(cfg: Architecture, dtype: type) -> Callable[..., jax.Array]:
-    """The jitted function (params, tokens [B, T], mask [B, T]) -> logprobs [B, T]."""
-    return jax.jit(partial(token_logprobs, cfg=cfg, dtype=dtype))
+# (params, tokens [B, T], mask [B, T], cfg, dtype) -> logprobs [B, T]
+_score = jax.jit(token_logprobs, static_argnames=("cfg", "dtype"))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

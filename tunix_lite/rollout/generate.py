@@ -186,7 +186,7 @@ class CompletionSampler:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                 engine.per_layer_params,
             )
-        return engine, compile_rollout(engine)
+        return engine, _compile_rollout(engine)
 
     def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
         """The sampler of conversations with turns of so many tokens."""
@@ -380,7 +380,7 @@ def make_prepare(
 # that no step waits for the compiler.
 
 
-def compile_rollout(engine: Engine) -> Slots:
+def _compile_rollout(engine: Engine) -> Slots:
     """Compiles all programs of rollouts of an engine. Returns the shapes of slots with all
     columns."""
     programs = engine.programs

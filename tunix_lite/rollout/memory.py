@@ -78,14 +78,12 @@ class SamplingMemory:
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
-    def _kv_shapes(self, rows: int, length: int) -> list[kv_cache.KV]:
+    def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
         int8 = self.rollout.cache == "int8"
         tp = self.mesh_shape["tp"]
-        return kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
-
-    def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
+        layers = kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
         # Layers of one kind have the same shapes: few of them differ.
-        shapes = Counter(jax.tree.leaves(self._kv_shapes(rows, length)))
+        shapes = Counter(jax.tree.leaves(layers))
         total = 0
         for x, count in shapes.items():
             axes = kv_cache.logical_axes(x, rows_axis)
@@ -133,7 +131,7 @@ def choose_weights(
     memory = _memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
     return weights_that_fit(
         memory,
-        lambda: gathered_bytes(params, cfg, dtype),
+        lambda: _gathered_bytes(params, cfg, dtype),
         # on the fullest device of all hosts
         lambda: min(allgather_values(free_bytes())),
     )
@@ -164,7 +162,7 @@ def weights_that_fit(
     return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
 
 
-def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
+def _gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
     """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
     shapes = jax.eval_shape(
         partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params

@@ -23,11 +23,6 @@ def row_keys(
     return fold(fold(keys_B, prompts_B), generations_B)
 
 
-def tempered(logits_BV: jax.Array, temperature: jax.Array | float) -> jax.Array:
-    """The logits over the temperature; over 1 where it is 0."""
-    return logits_BV / jnp.where(temperature > 0, temperature, 1.0)
-
-
 def draw(
     logits_BV: jax.Array,
     keys_B: jax.Array,
@@ -43,7 +38,7 @@ def draw(
     cutoffs: as apply_cutoffs takes them. noise_BV: `gumbel_noise`; None: it is drawn here.
     """
     # What is left of the full distribution; the same array where nothing changes it.
-    full_BV = tempered(logits_BV, temperature)
+    full_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
     left_BV = full_BV
     if cutoffs is not None:
         # Cutting off never removes the best token.
@@ -54,7 +49,7 @@ def draw(
         noise_BV = gumbel_noise(keys_B, positions_B, logits_BV.shape[1])
     noise_BV = jnp.where(temperature > 0, noise_BV, 0.0)
     tokens_B, full_logprobs_B = jax.lax.platform_dependent(
-        left_BV + noise_BV, full_BV, cpu=best_on_cpu, default=best
+        left_BV + noise_BV, full_BV, cpu=_best_on_cpu, default=best
     )
 
     # Where nothing was changed, one log-probability is enough.
@@ -105,7 +100,7 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
     return tokens_B, chosen_B1[:, 0] - (jnp.log(sum_B) + top_B)
 
 
-def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draws like `best`, with argmax as two plain reductions: a CPU then draws the noise in
     threads."""
     V = scores_BV.shape[-1]

@@ -11,6 +11,7 @@ import numpy as np
 from tunix_lite.basics.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
 from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.rollout.partial import OpenCompletion
+from tunix_lite.serving.fields import read
 
 # by name, the type of what there is one of per completion, and per token
 _OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
@@ -213,7 +214,11 @@ def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
         conversations = [
             Conversation(
                 [
-                    SampledTurn(int(turn["begin"]), int(turn["end"]), _reply(turn["reply"]))
+                    SampledTurn(
+                        int(turn["begin"]),
+                        int(turn["end"]),
+                        read(TurnReply, turn["reply"], "reply"),
+                    )
                     for turn in one["turns"]
                 ],
                 one["ended"],
@@ -237,18 +242,6 @@ def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
                 f"`conversations` has turns at {places}, and rows have {shape[1]}"
             )
     return conversations
-
-
-def _reply(fields: dict) -> TurnReply:
-    """An answer of an environment. Raises TypeError for fields or types that it does not have."""
-    reply = TurnReply(**fields)
-    for name, default in asdict(TurnReply()).items():
-        value = getattr(reply, name)
-        # JSON writes 1.0 as 1
-        kind = (int, float) if isinstance(default, float) else type(default)
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r}")
-    return reply
 
 
 def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | RolloutInFlight:

@@ -118,7 +118,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
     run = with_data_as_before(run, run_dir)
-    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
+    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -161,7 +161,7 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     return replace(parts, reference=reference)
 
 
-def with_rewards_tried(parts: Parts) -> Parts:
+def _with_rewards_tried(parts: Parts) -> Parts:
     """The parts, after the first process has called the user's rewards on made-up completions of an
     example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
@@ -195,7 +195,7 @@ def find_parts(run: RunConfig) -> Parts:
         model = source.locate(run.model)
         cfg = trained_architecture(run.model, model.cfg, run.algorithm.needs)
         model = replace(model, cfg=cfg)
-    mesh, rollout_mesh = meshes_of(run)
+    mesh, rollout_mesh = _meshes_of(run)
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.scoring_models, model)
 
@@ -233,7 +233,7 @@ def find_parts(run: RunConfig) -> Parts:
         with error_context("training"):
             training = resolved.run.training.with_steps(*counts)
         resolved = replace(resolved, run=replace(resolved.run, training=training))
-    data = check_task(resolved.run, task, resolved.batch.prompts)
+    data = _check_task(resolved.run, task, resolved.batch.prompts)
     return Parts(
         model,
         mesh,
@@ -306,7 +306,7 @@ def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
     return run
 
 
-def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
+def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
     """The mesh that learns, and the one that samples, if it has devices of its own. Raises
     ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
     than somebody meant."""
@@ -371,7 +371,7 @@ def _of_frozen(place: str) -> Iterator[None]:
         raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 
-def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
+def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """Checks the examples and describes them; num_prompts: of an update. Raises ConfigError if an
     example, or a prompt of the first update or of the evaluation, is not what the model and the
     algorithm can take."""
@@ -599,16 +599,8 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("batch", f"{parts.batch}{packed}"))
     if resolved.packing_reason:
         rows.append(("packing", resolved.packing_reason))
-    if run.algorithm.needs.demonstrations and run.task.environment is not None:
-        rows.append(
-            ("environment", "answers in evaluations; the run learns from demonstrations")
-        )
     if parts.data:
         rows.append(("data", parts.data))
-    if count := min(run.loss_examples, len(run.task.source.held_out)):
-        rows.append(("held out", f"loss of {count:,} rows at each evaluation"))
-    if run.training.ranks:
-        rows.append(("best", run.training.use_of_best))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)

@@ -54,7 +54,7 @@ from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS
-from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
+from tunix_lite.tracking.plugs import Guarded, TrackedRun
 from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
@@ -526,7 +526,9 @@ def _open_trackers(session: Session, start: int, is_measured: bool) -> list[Trac
         if run.tracking.tensorboard:
             trackers.append(TensorBoard(folder, resume_at=start or None))
         settings = without_secrets(plain(run))
-        about = TrackedRun(folder, run_name(folder), run.project_name, settings, start or None)
+        # such as 2026-11-22/14-36-08
+        name = "/".join(folder.absolute().parts[-2:])
+        about = TrackedRun(folder, name, run.project_name, settings, start or None)
         for name, open_tracker in run.tracking.trackers.items():
             where = f"tracking.trackers.{name}"
             try:

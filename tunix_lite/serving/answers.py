@@ -152,11 +152,20 @@ class ApiAnswer:
             if piece.calls:
                 choice["message"] |= {"content": text or None, "tool_calls": piece.calls}
         choice["logprobs"] = None
+        texts = [self.tokenizer.decode([token], skip_special=False) for token in piece.tokens]
         if self.call.logprobs and self.call.is_chat:
-            content = [self._token(*one) for one in zip(piece.tokens, piece.logprobs)]
+            content = [
+                {
+                    "token": text,
+                    "logprob": logprob,
+                    # Part of a character has no text of its own.
+                    "bytes": None if "\ufffd" in text else list(text.encode()),
+                    "top_logprobs": [],
+                }
+                for text, logprob in zip(texts, piece.logprobs)
+            ]
             choice["logprobs"] = {"content": content, "refusal": None}
         elif self.call.logprobs:
-            texts = [self._text(token) for token in piece.tokens]
             choice["logprobs"] = {
                 "tokens": texts,
                 "token_logprobs": piece.logprobs,
@@ -170,15 +179,6 @@ class ApiAnswer:
             if is_first or not of_stream:
                 choice["prompt_token_ids"] = self.call.prompts[index // self.call.body.n]
         return choice
-
-    def _token(self, token: int, logprob: float) -> dict:
-        text = self._text(token)
-        # Part of a character has no text of its own.
-        of_text = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": text, "logprob": logprob, "bytes": of_text, "top_logprobs": []}
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special=False)
 
 
 def error_body(

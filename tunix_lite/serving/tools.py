@@ -68,7 +68,17 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         if (calls or is_of_tool) and not tokenizer.writes_tools:
             raise BadCall(_NO_FORM, "messages")
         if calls:
-            calls = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+            calls = calls if isinstance(calls, list) else [calls]
+            try:
+                # without a function a call is refused
+                calls = [
+                    with_read_arguments(
+                        {"function": None} | one if isinstance(one, dict) else one
+                    )
+                    for one in calls
+                ]
+            except ValueError as error:
+                raise BadCall(f"tool_calls: {error}", "messages") from error
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             # Templates join it with other texts, and null is none.
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
@@ -80,16 +90,6 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
             message = {**message, "name": names[message["tool_call_id"]]}
         for_template.append(message)
     return for_template
-
-
-def _call(call: object) -> dict:
-    """A call that the model made earlier, with its arguments as an object."""
-    try:
-        return with_read_arguments(
-            {"function": None} | call if isinstance(call, dict) else call
-        )
-    except ValueError as error:
-        raise BadCall(f"tool_calls: {error}", "messages") from error
 
 
 class CallReader:

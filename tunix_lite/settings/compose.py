@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hydra
 import yaml
+from flax.traverse_util import flatten_dict
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
@@ -205,7 +206,8 @@ def explain(
     # of the options that are chosen, or where they cannot be composed of the default ones
     for options in ([*of, *chosen], list(of)):
         with contextlib.suppress(HydraException, OmegaConfBaseException):
-            known = known or list(leaves(_plain_values(hydra.compose(config_name, options))))
+            values = _plain_values(hydra.compose(config_name, options))
+            known = known or list(flatten_dict(values, keep_empty_nodes=True, sep="."))
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     if not known and not any((folder / file).is_file() for folder in folders):
@@ -247,15 +249,6 @@ _PLUGINS = {
     "launcher=submitit_slurm": "submitit",
     "sweeper=optuna": "optuna",
 }
-
-
-def leaves(values: dict, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all values in nested dicts."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def fill_in_folder(text: str, values: dict) -> str:

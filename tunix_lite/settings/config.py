@@ -15,7 +15,7 @@ from tunix_lite.basics.addresses import check_on_disk, check_place
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import import_named
-from tunix_lite.basics.plain_text import counted, shown
+from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import check_seed
 from tunix_lite.basics.untrusted import TARGET
 from tunix_lite.distributed.process_place import LaunchConfig
@@ -174,15 +174,6 @@ class TrainingConfig:
     def ranks(self) -> bool:
         """Returns whether best_metric decides something: which checkpoints stay, or when to end."""
         return bool(self.keep_best_checkpoints or self.early_stopping_patience)
-
-    @property
-    def use_of_best(self) -> str:
-        """Describes what follows from best_metric: `lowest eval/loss: 1 checkpoint is kept`."""
-        which = "lowest" if is_lower_better(self.best_metric, self.best_is) else "highest"
-        count, patience = self.keep_best_checkpoints, self.early_stopping_patience
-        ends = f"the run ends after {counted(patience or 0, 'measurement')} without a new best"
-        uses = {f"{counted(count, 'checkpoint')} kept": count, ends: patience}
-        return f"{which} {self.best_metric}: {', and '.join(filter(uses.get, uses))}"
 
     @property
     def is_packed(self) -> bool:

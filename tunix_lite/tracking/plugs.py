@@ -3,10 +3,12 @@ a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from tunix_lite.basics.plain_text import escaped, visible
 from tunix_lite.basics.types import Metrics
@@ -96,8 +98,18 @@ class _WandbRun:
         self.opened.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, rows: list[dict]) -> None:
-        """Sends the completions of a step as a table."""
-        columns, cells = columns_of(rows)
+        """Sends the completions of a step as a table. Texts are cut."""
+        columns = ["prompt", "completion", "expected", "extracted", "correct", "reward"]
+        columns += ["rewards", "advantage"]
+        cells = [
+            [
+                value
+                if isinstance(value := json_value(row.get(name)), float | int | None)
+                else visible(str(value)[:_MOST_TEXT])
+                for name in columns
+            ]
+            for row in rows
+        ]
         self.opened.log({"samples": self.module.Table(columns=columns, data=cells)}, step=step)
 
     def close(self) -> None:
@@ -127,7 +139,7 @@ class Mlflow(_Plug):
         if known is None:
             texts = [
                 (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
-                for name, value in _flat(run.settings)
+                for name, value in flatten_dict(run.settings, sep=".").items()
             ]
             # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
@@ -180,31 +192,3 @@ class Guarded:
                 )
 
         return guarded
-
-
-def run_name(folder: Path) -> str:
-    """`2026-11-22/14-36-08`: the last two parts of a run's folder."""
-    return "/".join(folder.absolute().parts[-2:])
-
-
-def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
-    """Completions as a table: its heads, and its cells row by row. Texts are cut."""
-    rewards = list(dict.fromkeys(name for row in rows for name in row.get("rewards") or {}))
-    plain = ["prompt", "completion", "expected", "extracted", "correct", "reward", "advantage"]
-    cells = []
-    for row in rows:
-        own = [row.get(name) for name in plain]
-        own += [(row.get("rewards") or {}).get(name) for name in rewards]
-        cells.append(
-            [visible(x[:_MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
-        )
-    return [*plain, *(f"reward {name}" for name in rewards)], cells
-
-
-def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted names of all settings, and their values."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

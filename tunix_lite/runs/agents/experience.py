@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -228,12 +229,22 @@ class AgentExperience:
         """Returns the episodes as samples/*.jsonl holds them, and their metrics."""
         rewards_B = groups.rewards_PG.reshape(-1)
         ended = groups.ended
-        prompts, completions = zip(
-            *(_texts_of(one, self._tokenizer) for one in groups.episodes)
-        )
+        # What the first call of each read, and the text that follows; "" for no calls.
+        decode = partial(self._tokenizer.decode, skip_special=False)
+        prompts = []
+        completions = []
+        for episode in groups.episodes:
+            prompt, *rest = [one.tokens for one in episode.sequences] or [[]]
+            if episode.sequences:
+                is_sampled = episode.sequences[0].is_sampled
+                begin = is_sampled.index(True) if any(is_sampled) else len(prompt)
+                rest = [prompt[begin:], *rest]
+                prompt = prompt[:begin]
+            prompts.append(self._tokenizer.decode(prompt))
+            completions.append("\n\n".join(map(decode, rest)))
         return Graded(
-            prompts=list(prompts),
-            completions=list(completions),
+            prompts=prompts,
+            completions=completions,
             rewards=rewards_B,
             correct=np.nan_to_num(rewards_B) >= 1,
             extracted=[
@@ -263,15 +274,3 @@ def _rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
         )
 
     return reward
-
-
-def _texts_of(episode: Episode, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns what the first call of an episode read, and the text that follows; "" for no
-    calls."""
-    if not episode.sequences:
-        return "", ""
-    first = episode.sequences[0]
-    begin = first.is_sampled.index(True) if any(first.is_sampled) else len(first.tokens)
-    rest = [first.tokens[begin:], *(one.tokens for one in episode.sequences[1:])]
-    said = [tokenizer.decode(tokens, skip_special=False) for tokens in rest]
-    return tokenizer.decode(first.tokens[:begin]), "\n\n".join(said)
