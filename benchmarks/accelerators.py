@@ -287,16 +287,12 @@ eight devices.
 - Prefill and decode: also `rollout.weights` and `rollout.cache`.
 
 *compiled*: the target's compiler took the program that training would run (jax {jax}, libtpu {libtpu}). No device was
-there, and cuDNN was pretended to be. The compiler divides its calls over the mesh, and only a GPU can say whether cuDNN
-takes them. *refused*: training says in words, before anything is compiled, that it cannot be. Then
-`training.attention=auto` takes `xla`. *failed*: training would have chosen it, and the compiler did not take it. *not
-asked*: there was no time.
+there, and only a GPU can say whether cuDNN takes its calls. *refused*: training says before anything is compiled that
+it cannot be; `training.attention=auto` then takes `xla`. *failed*: training would have chosen it, and the compiler did
+not take it. *not asked*: there was no time.
 
-`benchmarks/accelerators.py` writes this page. It asks first about some 150 cells of a target. Together they contain
-every combination of three settings. It goes on with the rest when it is called again.
-
-Heads of queries and keys are 8 and 4 (Gemma 2), 8 and 1 (Gemma 3), and 8 and 8 (Llama 3). They are 8 and 2 (Qwen 2.5),
-and 24 and 12 (Qwen 3). So tp divides the key heads, is a multiple of them, or neither.
+`benchmarks/accelerators.py` writes this page. It asks first about some 150 cells, which contain every combination of
+three settings. In the families tp divides the key heads, is a multiple of them, or neither.
 """
 
 

@@ -37,7 +37,8 @@ def render(results: Path = RESULTS) -> str:
     parts = [TEMPLATE.read_text().rstrip(), *_real(results)]
     if found:
         parts.append(
-            f"## All workloads\n\nAbove 1 ours is faster, below 1 the peer is. {_peaks(found)}"
+            "## All workloads\n\nAbove 1 ours is faster, below 1 the peer is.\n"
+            f"{_machine(next(iter(found.values())))}. {_peaks(found)}"
         )
         parts += [_overview(found), _all_versions(found)]
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
@@ -163,8 +164,7 @@ def _conditions(one: dict) -> str:
         f"completions each: mean {lengths['mean']:.0f} tokens, longest {lengths['most']}",
         f"a vocabulary of {work['vocab_size']:,}; trained: {trained}; "
         f"{one['gflop_per_step']:.0f} GFLOP a step",
-        f"{_machine(one)}; load before {_load(one)}; {_rounds(one)} rounds; "
-        f"{one['date']}, commit {one['commit']}",
+        f"load before {_load(one)}; {_rounds(one)} rounds; {one['date']}, commit {one['commit']}",
     )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -77,8 +77,8 @@ HEAD = """\
 
 The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
 compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
-numbers on every fixture of `tests/conformance/fixtures.py`: the loss, and its gradient by every token's log-probability, within 1e-4 of a float64 numpy
-version of the formula. 🟥 means that no settings do, and the entry says why.
+numbers on every fixture of `tests/conformance/fixtures.py`. Loss and gradient are within 1e-4 of the formula in float64
+numpy. 🟥 means that no settings do, and the entry says why.
 
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
 sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
