@@ -13,7 +13,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # distributed.join.disable_compilation_cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # half of a small one is the compiler
-os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")  # a tenth of tracing
 # Code is compiled for how long that takes, not for how fast it runs: half the time of the suite. The last two flags are
 # some that a later XLA may not know, and then it would not start; libtpu, which -m aot needs, does not know them. One
 # part of code in place of 32 takes a third less to compile.

@@ -64,7 +64,7 @@ def _key(x: Any, held: list) -> Any:
             return type(x), *(_key(pair, held) for pair in x.items())
         case tuple() | list() if x or isinstance(x, tuple):
             return type(x), *(_key(one, held) for one in x)
-        case _ if dataclasses.is_dataclass(x) and x.__dataclass_params__.frozen:
+        case _ if dataclasses.is_dataclass(x) and x.__dataclass_params__.frozen and type(x).__module__.startswith(OWN):
             return type(x), *(_key(getattr(x, f.name), held) for f in dataclasses.fields(x))
         case types.BuiltinFunctionType() | np.ufunc() | jax.custom_jvp() | jax.custom_vjp():
             held.append(x)

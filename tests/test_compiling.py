@@ -4,8 +4,10 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
+import programs_once
 import pytest
 from conftest import set_mesh
 from jax.experimental.compilation_cache import compilation_cache
@@ -16,6 +18,9 @@ from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import devices_of, find_machine
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.programs import Programs, SamplerSpec
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 
 KEPT = (
@@ -70,6 +75,24 @@ def test_programs_of_several_cpu_devices_are_compiled_afresh_and_those_of_one_ar
     assert jax.config.jax_enable_compilation_cache, "a mesh of one of four devices"
     make_mesh(((2, 1), ("fsdp", "tp")), jax.devices())
     assert not jax.config.jax_enable_compilation_cache
+
+
+# ---- what programs_once.py takes again
+
+
+def test_a_program_is_taken_again_only_where_all_that_it_holds_is_the_same(cfg, monkeypatch):
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (1,), 0, "float32", 3)
+    again, other = (Programs(one).decode for one in (spec, replace(spec, chunk=4)))
+    assert again is Programs(spec).decode is not other
+    with programs_once.anew():
+        assert Programs(spec).decode is not again
+    set_mesh(2, 1)
+    assert Programs(spec).decode is not again
+    set_mesh(1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "MIN_COLUMNS", 16)
+        assert Programs(spec).decode is not again
+    assert Programs(spec).decode is again
 
 
 # ---- options that only the compiler of some platform knows
