@@ -127,10 +127,11 @@ def in_rows(
     @jax.jit
     def of_rows(here: jax.Array, rows: RowBatch) -> tuple[jax.Array, jax.Array]:
         def loss(here: jax.Array) -> jax.Array:
-            parts = cut((here, rows.replace(num_parts=None)), num_parts)
+            parts = cut(rows.replace(max_parts=num_parts, streams={"here": here}))
             total = 0.0
             for i in range(num_parts):
-                part, row = jax.tree.map(lambda x, i=i: x[i], parts)
+                row = jax.tree.map(lambda x, i=i: x[i], parts)
+                part = row.streams["here"]
                 scores = TokenScores(jnp.where(row.loss_weight != 0, part, 0), 0 * part)
                 total += algorithm.loss(scores, row)[0]
             return total
