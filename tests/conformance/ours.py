@@ -127,7 +127,8 @@ def in_rows(
     @jax.jit
     def of_rows(here: jax.Array, rows: RowBatch) -> tuple[jax.Array, jax.Array]:
         def loss(here: jax.Array) -> jax.Array:
-            parts = cut(rows.replace(max_parts=num_parts, streams={"here": here}))
+            streams = rows.streams | {"here": here}
+            parts = cut(rows.replace(max_parts=num_parts, streams=streams))
             total = 0.0
             for i in range(num_parts):
                 row = jax.tree.map(lambda x, i=i: x[i], parts)
