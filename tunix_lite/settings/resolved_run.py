@@ -475,15 +475,13 @@ def resolve_run(
             "every micro-batch; set training.sync_gradients_every=1"
         )
 
-    if run.training.expert_kernels == "tokamax":
-        is_bf16 = DTYPES[run.training.mixed_precision] == jnp.bfloat16
-        is_there = is_attached and platform in ("cuda", "gpu") and find_spec("tokamax")
-        if not (cfg.experts and is_bf16 and is_there):
-            raise ConfigError(
-                "training: expert_kernels=tokamax multiplies experts in bfloat16 on the Hopper "
-                "GPUs that jax sees (pip install -e '.[tokamax]'); set "
-                "training.expert_kernels=auto"
-            )
+    is_bf16 = DTYPES[run.training.mixed_precision] == jnp.bfloat16
+    is_there = is_attached and platform in ("cuda", "gpu") and find_spec("tokamax")
+    if run.training.expert_kernels == "tokamax" and not (cfg.experts and is_bf16 and is_there):
+        raise ConfigError(
+            "training: expert_kernels=tokamax multiplies experts in bfloat16 on Hopper GPUs that "
+            "jax sees (pip install -e '.[tokamax]'); set training.expert_kernels=auto"
+        )
 
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
