@@ -67,7 +67,10 @@ class _FrozenScorer:
 
     @property
     def _mesh(self) -> jax.sharding.Mesh:
-        return jax.tree.leaves(self.params)[0].sharding.mesh
+        place = jax.tree.leaves(self.params)[0].sharding
+        # weights of one device that nobody has put on a mesh are read on the current one
+        is_placed = isinstance(place, jax.sharding.NamedSharding)
+        return place.mesh if is_placed else jax.sharding.get_mesh()
 
 
 def scoring_program(
