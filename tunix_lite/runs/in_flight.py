@@ -4,14 +4,13 @@ cache is kept."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 
 from tunix_lite.basics.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
 from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.rollout.partial import OpenCompletion
-from tunix_lite.serving.fields import read
 
 # by name, the type of what there is one of per completion, and per token
 _OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
@@ -217,7 +216,7 @@ def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
                     SampledTurn(
                         int(turn["begin"]),
                         int(turn["end"]),
-                        read(TurnReply, turn["reply"], "reply"),
+                        TurnReply(**turn["reply"]),
                     )
                     for turn in one["turns"]
                 ],
@@ -231,6 +230,14 @@ def _conversations(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
     if len(conversations) != shape[0]:
         raise ValueError(f"`conversations` has {len(conversations)} and not {shape[0]}")
     for one in conversations:
+        for turn in one.turns:
+            for value, default in zip(astuple(turn.reply), astuple(TurnReply())):
+                # JSON writes 1.0 as 1
+                kind = (int, float) if isinstance(default, float) else type(default)
+                if not isinstance(value, kind):
+                    raise ValueError(
+                        f"`conversations` has {value!r} in the place of {default!r}"
+                    )
         # turns follow one another, or advantages would go to wrong tokens
         places = [place for turn in one.turns for place in (turn.begin, turn.end)]
         if (
