@@ -163,6 +163,9 @@ def test_flags_are_answered_with_the_settings_that_they_would_be():
     "words, message",
     [
         (["model=org/name"], "did you mean model.weights=org/name"),
+        # settings that went: top_k is one of generation, and train_file a word of verl for another task
+        (["algorithm=distill", "algorithm.top_k=5"], "setting: algorithm.divergence compares all tokens"),
+        (["task=gsm8k", "task.source.train_file=my.jsonl"], "write task.train=my.jsonl"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "training.lr=1"], "write optimizer.learning_rate=1"),
         (["--config-dir", "{tmp}", "--config-name", "mine", "+seed.x=1"], "seed"),
         (["--config-dir", "{tmp}", "--config-name", "min"], "--config-name=min: there is no min.yaml in "),

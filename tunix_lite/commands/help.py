@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": "memory and speed of a run, on devices that need not be here",
     "tokenizer": "train a tokenizer on the texts of a task",
     "check": "test this machine, its devices and its processes",
-    "doctor": "find why a run does not learn; write a page on it, or compare several",
+    "doctor": "find why a run does not learn, or compare several",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 # What people change, in the order in which they do.
