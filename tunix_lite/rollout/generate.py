@@ -403,12 +403,12 @@ def _compile_rollout(engine: Engine) -> Slots:
     # The slots, for every number of columns.
     stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    options = (spec.cuts_off(engine.temperature), False)
+    cuts_off = spec.cuts_off(engine.temperature)
 
     def decoded(columns: int) -> Slots:
         slots = results(programs.make_slots, engine.num_slots, columns)
         slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-        slots, _ = results(programs.decode, slots, params, temperature, *options)
+        slots, _ = results(programs.decode, slots, params, temperature, cuts_off)
         # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
         return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
 
