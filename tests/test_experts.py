@@ -284,7 +284,7 @@ def meta_of(tokens, packed=False):
     )
 
 
-def dense_mixture(x, ids, weights, w, cfg, _):
+def dense_mixture(x, ids, weights, w, cfg, *_):
     """The mixture as a sum over all experts, of which those that are not chosen count zero."""
     sizes = cfg.experts
     w = {name: dense(getattr(leaf, "master", leaf), 1, x.dtype) for name, leaf in w.items() if "expert_" in name}
