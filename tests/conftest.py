@@ -82,6 +82,14 @@ def programs_anew():
         yield
 
 
+@pytest.fixture
+def programs_with_names(programs_anew):
+    """For claims about names in the text of a program, which the cache on the disk does not compare."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """The one of the bundled model."""

@@ -488,7 +488,7 @@ def test_rows_and_experts_of_so_many_tokens():
     assert groups_.rows_needed(8, 128) == 8 * 16
 
 
-def test_a_loop_over_experts_turns_as_often_as_is_expected():
+def test_a_loop_over_experts_turns_as_often_as_is_expected(programs_with_names):
     """4 of 8 experts, 16 tokens: 7.99 have rows, of 8 each, which is one block. Of the product [16, 32] x [32, 48] the
     FLOPs are 2 * 16 * 32 * 48."""
     groups = groups_.group(jnp.tile(jnp.arange(4), (16, 1)), 8, 16)

@@ -26,13 +26,18 @@ def padded(x_RW, fill=0):
     return np.pad(x_RW, ((0, 24 - R), (0, 48 - W)), constant_values=fill)
 
 
+def placed(layout, x_BT, fill):
+    """In rows, with a number where nothing is."""
+    return np.where(layout.source < 0, np.float32(fill), layout.place(x_BT))
+
+
 def in_rows(layout, weight) -> RowBatch:
     """What RowLayout.lay_out makes of the batch, as far as a loss looks at it."""
     is_packed = (layout.source.reshape(-1) != np.arange(layout.source.size)).any()
     return RowBatch(
         tokens=None,
         token_mask=None,
-        loss_weight=padded(layout.place(weight, 0.0)),
+        loss_weight=padded(layout.place(weight)),
         segment_ids=padded(layout.segment_ids),
         completion_ids=None if layout.completion_ids is None else padded(layout.completion_ids),
         scored=np.zeros(1) if is_packed else None,
@@ -61,7 +66,7 @@ def test_a_sum_over_a_sequence_and_its_slope_are_those_of_the_sequence_by_itself
             wanted[b, real] = x[b, real].astype(np.float64).sum()
             wanted_mean[b, real] = x[b, real].astype(np.float64).mean()
             pulled[b, real] = slope[b, real].astype(np.float64).sum()
-    found = summed(padded(layout.place(x, np.inf)), padded(layout.place(slope, 7.0), 7.0), batch)
+    found = summed(padded(placed(layout, x, np.inf)), padded(placed(layout, slope, 7.0), 7.0), batch)
     R, W = layout.source.shape
     for got, right in zip(found, (wanted, wanted_mean, pulled)):
         np.testing.assert_allclose(layout.back(got[:R, :W]), right, atol=1e-5)

@@ -152,4 +152,4 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     packed = packing.packed(batch, *sizes)
     scored = packed.is_scored.shape[1]
     width = packed.row_shape.width
-    return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, width, scored, tokens)
+    return _RowWork(int(packed.num_parts), rows.rows_per_part * fsdp, width, scored, tokens)

@@ -39,9 +39,9 @@ _SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 _FREE = {
     "training": "max_steps epochs last_batch prompts_per_step micro_batch_size packing "
     "gradient_accumulation_steps micro_batch_tokens sync_gradients_every remat scan_layers "
-    "attention memory_check profile_communication log_interval_steps save_interval_steps "
-    "keep_checkpoints keep_best_checkpoints best_metric best_is early_stopping_patience "
-    "max_minutes grace_seconds max_skipped_in_a_row max_sampler_gap",
+    "attention expert_kernels memory_check profile_communication log_interval_steps "
+    "save_interval_steps keep_checkpoints keep_best_checkpoints best_metric best_is "
+    "early_stopping_patience max_minutes grace_seconds max_skipped_in_a_row max_sampler_gap",
     "evaluation": "interval_steps",
     "rollout": "num_slots chunk weights kernels mesh_shape",
     "rewards": "timeout workers",

@@ -264,13 +264,13 @@ class _Timed:
 def _timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
 
-    def timed(name: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
-        return None if scorer is None else _Timed(f"time/{name}", scorer, seconds)
+    def timed(metric: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
+        return None if scorer is None else _Timed(metric, scorer, seconds)
 
     return replace(
         policy,
-        scorers={name: timed(name, scorer) for name, scorer in policy.scorers.items()},
-        rescore=timed("rescore", policy.rescore),
-        compare=timed(TEACHER, policy.compare),
-        values=timed("values", policy.values),
+        scorers={name: timed(f"time/{name}", x) for name, x in policy.scorers.items()},
+        rescore=timed("time/rescore", policy.rescore),
+        compare=timed(f"time/{TEACHER}", policy.compare),
+        values=timed("time/values", policy.values),
     )
