@@ -416,6 +416,20 @@ def found_slope(algorithm, is_stale):
         return -np.asarray(jax.grad(loss)(jnp.asarray(log_now)))
 
 
+def test_a_nan_that_is_added_to_a_reward_is_refused_as_nan_stands_for_a_dropped_completion():
+    column = np.ones((3, 1))
+    rollout = Rollout(column.astype(int), column > 0, column > 0, column, np.zeros(3, np.int8), column)
+    rewards = np.array([1.0, 0.0, np.nan])
+    graded = Graded([], [], rewards, rewards > 0, [], {}, np.isnan(rewards))
+    groups = Groups(rollout, graded, rewards[None], ~np.isnan(rewards)[None], {})
+    with_kl = groups.with_reward("kl", np.array([0.5, 2.0, np.nan]))
+    np.testing.assert_array_equal(
+        with_kl.rewards_PG, [[1.5, 2.0, np.nan]], "of one that was dropped it may be anything"
+    )
+    with pytest.raises(ValueError, match="`kl` is added to the rewards, and it is nan for a completion"):
+        groups.with_reward("kl", np.array([0.5, np.nan, 0.0]))
+
+
 def combinations(names):
     return [dict(zip(names, values)) for values in itertools.product(*(TABLE[name] for name in names))]
 

@@ -562,6 +562,21 @@ def test_a_run_goes_on_with_the_same_secrets_and_with_no_others(tmp_path, monkey
     assert "another-token" not in visible(str(found.value)) and word in str(found.value)
 
 
+def test_a_run_whose_file_lacks_settings_of_its_model_can_be_forced_and_one_of_another_model_cannot():
+    """Files of before left out what was at its default, also of the architecture (CHANGELOG)."""
+    run = compose(SHORT)
+    ours = json.loads(json.dumps(fingerprint(run, source.locate(run.model), 4)))
+    theirs = json.loads(json.dumps(ours))
+    del theirs["model"]["architecture"]["rope_share"], theirs["generation"]["min_p"]
+    with pytest.raises(ValueError, match=r"not the run in run: .*model.architecture.rope_share: 1.0 here, None there"):
+        check_same_run(ours, theirs, "run", False)
+    said = check_same_run(ours, theirs, "run", True)
+    assert "generation.min_p: 0.0 here" in said and "model.architecture.rope_share: 1.0 here" in said
+    theirs["model"]["architecture"]["num_layers"] += 1
+    with pytest.raises(ValueError, match=r"has another model: model.architecture.num_layers: \d+ here, \d+ there$"):
+        check_same_run(ours, theirs, "run", True)
+
+
 def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_and_learns_it(tmp_path):
     """By hand: the mean of -log softmax(scores) over the tokens of the demonstrations, the softmax in float64."""
     sft = ["algorithm=sft", "model=random", "training.max_steps=30", "training.prompts_per_step=8",

@@ -116,8 +116,12 @@ class Groups:
 
     def with_reward(self, name: str, values_B: np.ndarray) -> "Groups":
         """Adds values [B] to the rewards that advantages are made of. The metrics of rewards stay
-        those of the task."""
+        those of the task. Raises ValueError where a value is nan, which means dropped."""
         values_PG = values_B.reshape(self.rewards_PG.shape)
+        if np.isnan(values_PG[self.kept_PG]).any():
+            raise ValueError(
+                f"`{name}` is added to the rewards, and it is nan for a completion"
+            )
         added = self.added | {name: values_PG}
         return replace(self, rewards_PG=self.rewards_PG + values_PG, added=added)
 

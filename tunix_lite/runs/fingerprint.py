@@ -183,9 +183,19 @@ def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[st
             yield name, f"{shown(here, _LONGEST)} here, {shown(there, _LONGEST)} there"
 
 
+def _shared(ours: dict, theirs: dict) -> dict:
+    """Our settings without those that theirs do not name."""
+    both = {key: (ours[key], theirs[key]) for key in ours.keys() & theirs.keys()}
+    return {
+        key: _shared(*pair) if all(isinstance(one, dict) for one in pair) else pair[0]
+        for key, pair in both.items()
+    }
+
+
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
-    that are allowed. Another model cannot be forced: its checkpoint means something else."""
+    that are allowed. Another model cannot be forced: its checkpoint means something else. One of
+    which a file of before does not have all settings can."""
     changes = dict(_differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(_SAID)}
     changes.pop("training.packing", None)
@@ -195,7 +205,12 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
         here, there = ("epochs" if end else "updates" for end in ends)
         changes["training.epochs"] = f"{here} are counted here, {there} there"
 
-    other = {name: text for name, text in changes.items() if name.startswith("model.")}
+    of_both = dict(_differences(_shared(ours, theirs), theirs))
+    other = {
+        name: text
+        for name, text in changes.items()
+        if name.startswith("model.") and name in of_both
+    }
     if other:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
     if changes and not force:
