@@ -50,7 +50,7 @@ with Trainer(run) as trainer:
                 )
             )
         output = client.forward_backward(data, "ppo", {"clip_high_threshold": 1.28})
-        update = client.optim_step(optimizer=run.optimizer)
+        update = client.optim_step(optimizer=trainer.run.optimizer)
         numbers = {"reward/mean": float(rewards.mean())} | output.metrics | update
         print(json.dumps({"step": step + 1, **numbers}))
     client.save("outputs/trainer_grpo")

@@ -1,11 +1,14 @@
 """The primitives of a training loop: gradients, updates, samples, checkpoints of clients beside one base."""
 
 import json
+import runpy
+import sys
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from test_docs import ROOT
 
 import tunix_lite
 from tunix_lite.basics.types import RowBatch, TokenScores
@@ -296,3 +299,14 @@ def test_a_mesh_changes_no_number(trainer, client):
         settings = {"max_tokens": 6, "seed": 5}
         here, there = client.sample([[5, 6], [7]], 2, settings), other.sample([[5, 6], [7]], 2, settings)
         assert [one.tokens for one in there] == [one.tokens for one in here]
+
+
+def test_the_example_of_grpo_runs_with_the_rate_of_the_settings(tmp_path, monkeypatch, capsys):
+    """Its own settings say learning_rate=auto, and the trainer's have the number."""
+    monkeypatch.chdir(tmp_path)
+    sizes = ["algorithm.num_generations=2", "training.prompts_per_step=2", "training.max_steps=1"]
+    lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=4"]
+    monkeypatch.setattr(sys, "argv", ["trainer_grpo.py", *TINY, ONE, *sizes, *lengths])
+    runpy.run_path(str(ROOT / "examples" / "trainer_grpo.py"))
+    [line] = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["step"] == 1 and (tmp_path / "outputs" / "trainer_grpo" / "1").is_dir()
