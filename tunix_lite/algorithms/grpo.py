@@ -81,14 +81,9 @@ class GRPO(Objective):
         metrics = groups.metrics
         if self.old_logprobs != "whole" or self.kl_coef:
             batch, metrics = self.scored(batch, groups, policy, params)
-        if self.advantage_clip is not None:
-            batch = self.clipped(batch)
+        if (limit := self.advantage_clip) is not None:
+            batch = batch.replace(advantages=np.clip(batch.advantages, -limit, limit))
         return batch, metrics, groups.graded
-
-    def clipped(self, batch: Batch) -> Batch:
-        """Keeps advantages within +- advantage_clip."""
-        limit = self.advantage_clip
-        return batch.replace(advantages=np.clip(batch.advantages, -limit, limit))
 
     def selected(self, groups: Groups) -> Groups:
         """Gives no weight where nothing is learned, and adds to the rewards that are compared."""

@@ -26,8 +26,6 @@ from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
 from tunix_lite.tasks.sources import digest_of_data
 from tunix_lite.tasks.task import TaskConfig
 
-# a setting as YAML has it
-_Plain = dict | list | tuple | str | int | float | None
 # differences in a message
 _SHOWN = 8
 # what may differ, and the start says both values: versions, what held-out numbers are of, the end
@@ -58,8 +56,8 @@ HUB_SETTINGS = {"train": "train", "held_out": "test"}
 def _counting(run: RunConfig, group: str) -> dict:
     """The settings of a group that change numbers."""
     left_out = (*_FREE[group].split(), "_target_")
-    settings = plain(getattr(run, group))
-    return {name: value for name, value in settings.items() if name not in left_out}
+    settings = plain(getattr(run, group)).items()
+    return {name: value for name, value in settings if name not in left_out}
 
 
 def fingerprint(
@@ -172,30 +170,23 @@ def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
 
 
 def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
-    """(name, "our value here, their value there") of every setting that is not the same in both."""
-    for key in dict.fromkeys((*ours, *theirs)):
+    """(name, "our value here, their value there") of every setting that is not the same in both;
+    "nothing there" where theirs do not name it, as files of before may."""
+    for key in ours | theirs:
         name = f"{where}{escaped(key)}"
         here = ours.get(key)
         there = theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
             yield from _differences(here, there, f"{name}.")
         elif here != there:
-            yield name, f"{shown(here, _LONGEST)} here, {shown(there, _LONGEST)} there"
-
-
-def _shared(ours: dict, theirs: dict) -> dict:
-    """Our settings without those that theirs do not name."""
-    both = {key: (ours[key], theirs[key]) for key in ours.keys() & theirs.keys()}
-    return {
-        key: _shared(*pair) if all(isinstance(one, dict) for one in pair) else pair[0]
-        for key, pair in both.items()
-    }
+            value = shown(there, _LONGEST) if key in theirs else "nothing"
+            yield name, f"{shown(here, _LONGEST)} here, {value} there"
 
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
     """Raises ValueError, with the differences, unless the two are one run; returns the differences
-    that are allowed. Another model cannot be forced: its checkpoint means something else. One of
-    which a file of before does not have all settings can."""
+    that are allowed. Another model cannot be forced: its checkpoint means something else. One that
+    only has settings which theirs do not name can."""
     changes = dict(_differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(_SAID)}
     changes.pop("training.packing", None)
@@ -205,19 +196,17 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
         here, there = ("epochs" if end else "updates" for end in ends)
         changes["training.epochs"] = f"{here} are counted here, {there} there"
 
-    of_both = dict(_differences(_shared(ours, theirs), theirs))
     other = {
         name: text
         for name, text in changes.items()
-        if name.startswith("model.") and name in of_both
+        if name.startswith("model.") and not text.endswith("nothing there")
     }
     if other:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
     if changes and not force:
         raise ValueError(
             f"this is not the run in {folder}: {_listed(changes)}. resume.force=true goes on from "
-            "its checkpoint all "
-            "the same; resume=none with another hydra.run.dir begins anew"
+            "its checkpoint all the same; resume=none with another hydra.run.dir begins anew"
         )
     return _listed(changes | said)
 
