@@ -614,7 +614,8 @@ def output_table(params: Params, cfg: Architecture) -> jax.Array:
     if cfg.output != "logits":
         raise ValueError(
             "the model is a reward model: it gives a text a number, and no tokens; take it as "
-            "task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, weights: FOLDER}"
+            "'+task.rewards.rm={_target_: tunix_lite.rewards.model.RewardModel, "
+            "weights: FOLDER}'"
         )
     return params["embed" if cfg.tied else "head"]
 
