@@ -47,6 +47,8 @@ _FREE = {
     # the digests of `data` say which rows there are
     "task": "held_out_every cache",
 }
+# the end of a difference in a setting that the other file does not name, as files of before may
+_NOT_NAMED = " nothing there"
 # characters of a value in it
 _LONGEST = 400
 # settings of a task that may name a data set of the hub, and the split where they name none
@@ -170,8 +172,7 @@ def with_commits_of(theirs: dict, task: TaskConfig) -> TaskConfig:
 
 
 def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
-    """(name, "our value here, their value there") of every setting that is not the same in both;
-    "nothing there" where theirs do not name it, as files of before may."""
+    """(name, "our value here, their value there") of every setting that is not the same in both."""
     for key in ours | theirs:
         name = f"{where}{escaped(key)}"
         here = ours.get(key)
@@ -179,8 +180,8 @@ def _differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[st
         if isinstance(here, dict) and isinstance(there, dict):
             yield from _differences(here, there, f"{name}.")
         elif here != there:
-            value = shown(there, _LONGEST) if key in theirs else "nothing"
-            yield name, f"{shown(here, _LONGEST)} here, {value} there"
+            end = f" {shown(there, _LONGEST)} there" if key in theirs else _NOT_NAMED
+            yield name, f"{shown(here, _LONGEST)} here,{end}"
 
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
@@ -199,7 +200,7 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     other = {
         name: text
         for name, text in changes.items()
-        if name.startswith("model.") and not text.endswith("nothing there")
+        if name.startswith("model.") and not text.endswith(_NOT_NAMED)
     }
     if other:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
