@@ -147,6 +147,11 @@ def test_what_agents_do_not_follow_is_named(setting, message):
         settings_for_agents(compose([setting]))
 
 
+def test_an_agent_writes_where_its_caller_says():
+    with pytest.raises(ConfigError, match=r"hydra.run.dir=out: agents write into .* train_agent\(folder="):
+        train_agent(print, "task=arithmetic", "hydra.run.dir=out", folder="elsewhere")
+
+
 # ---- agents at work, without a model
 
 

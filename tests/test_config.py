@@ -134,6 +134,7 @@ def test_meshes_are_read_as_people_type_them_and_algorithms_are_one_yaml_file_ea
         (["training.micro_batchsize=4"], "training.micro_batchsize: there is no such setting; did you mean 'training.micro_batch_size'?"),
         (["algorithm=sft", "algorithm.foo=1"], "no such setting; known here: algorithm._target_, algorithm.weighting"),
         (["tracking.tensorboard=1"], "tracking.tensorboard: expected bool, got 1"),
+        (["training.micro_batch_size=auto"], "training.micro_batch_size: expected int or null, got 'auto'"),
         (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected two lists, got 4; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["model.mesh_shape=[2,2,2]"], "expected two lists, got [2, 2, 2]; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),

@@ -116,11 +116,11 @@ def numbers_task(rows: list[dict], long_prompts: str, limit: int = 4) -> Task:
     return Task(config, Words(), limit, 8, long_prompts)
 
 
-@pytest.mark.parametrize("treatment", ["error", "drop"])
-def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment):
+@pytest.mark.parametrize("treatment, others", [("error", "truncate or drop"), ("drop", "truncate")])
+def test_a_long_prompt_is_an_error_that_says_what_to_do(treatment, others):
     said = (
         r"the prompt '1 2 3 4 5' has 5 tokens, more than generation.max_prompt_length=4; "
-        "raise it to at least 5, or set generation.long_prompts=truncate or drop"
+        f"raise it to at least 5, or set generation.long_prompts={others}$"
     )
     with pytest.raises(ValueError, match=said):
         numbers_task([], treatment).prompts(of_length(2, 5))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import TrainState
 from tunix_lite.runs.agents.batch import settings_for_agents
 from tunix_lite.runs.agents.experience import AgentExperience
@@ -29,6 +30,11 @@ def train_agent(
     the first stopped. config: how the agent is run. Raises ConfigError for settings that agents do
     not follow, RunFailed where an agent fails and on_error=raise, and what `train` raises.
     Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/my")."""
+    for text in settings:
+        if isinstance(text, str) and text.startswith("hydra."):
+            raise ConfigError(
+                f"{text}: agents write into the folder that train_agent(folder=...) gives"
+            )
     is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
     run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
     # who called a function cannot type a setting of the command line

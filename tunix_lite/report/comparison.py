@@ -33,7 +33,7 @@ _SENTENCES = {
     "interrupted": "{error}",
     "running": "or was killed: this is what its files say so far",
     "killed": "its process is gone without a word; metrics.jsonl holds {steps}",
-    "unknown": "there is no status.json that can be read",
+    "unknown": "status.json is missing, or does not say how the run stands",
 }
 
 

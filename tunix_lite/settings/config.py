@@ -557,7 +557,10 @@ def build(kind: _Kind, value: object, where: str = "") -> Any:
         if value is None:
             return None
         kinds = [kind for kind in args if kind is not type(None)]
-        return build(type(value) if type(value) in kinds else kinds[0], value, where)
+        kind = type(value) if type(value) in kinds else kinds[0]
+        if isinstance(value, str) and kind in (int, float):
+            raise ConfigError(f"{where}: expected {kind.__name__} or null, got {shown(value)}")
+        return build(kind, value, where)
     is_callable = Callable in (kind, origin)
     if is_callable and isinstance(value, str):
         return _build_target(kind, {TARGET: value}, where)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tunix_lite.tasks.hub_rows import is_hub
 from tunix_lite.tasks.row_files import Rows, place_of
 from tunix_lite.tasks.sources import spread
-from tunix_lite.tasks.task import TRUNCATE, Task
+from tunix_lite.tasks.task import Task
 
 # examples of a split that become tokens before the start; of more, so many of them
 MEASURED = 10_000
@@ -150,7 +150,7 @@ def _measure(
             raise ValueError(
                 f"{begins}; the longest has {too_long[longest]:,} tokens "
                 f"({place_of(examples[longest]) or f'example {longest}'}); raise it to at least "
-                f"{too_long[longest]}, {TRUNCATE}"
+                f"{too_long[longest]}, {task.or_else}"
             )
         how = "cut (generation.long_prompts=truncate)" if cuts else f"left out ({setting})"
         said.append(f"{begins} and are {how}")

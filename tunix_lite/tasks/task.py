@@ -65,7 +65,6 @@ CHOICES = {
     "special_tokens_in_data": ("text", "control", "error"),
     "learned_turns": ("last", "all"),
 }
-TRUNCATE = "or set generation.long_prompts=truncate or drop"
 
 
 @dataclass(frozen=True)
@@ -375,6 +374,12 @@ class Task:
         return self.long_prompts == "drop" or self.skips
 
     @property
+    def or_else(self) -> str:
+        """What else than a higher limit takes an example that is too long."""
+        others = "truncate" if self.long_prompts == "drop" else "truncate or drop"
+        return f"or set generation.long_prompts={others}"
+
+    @property
     def look_settings(self) -> tuple:
         """All that a look at an example depends on, beside the example and the tokenizer."""
         config = self.config
@@ -446,7 +451,7 @@ class Task:
             raise _TooLong(
                 f"{self.text.place(example)}the prompt {shortened(self.text.ask(example))} has "
                 f"{len(row)} tokens, more than generation.max_prompt_length={width}; raise it to "
-                f"at least {len(row)}, {TRUNCATE}"
+                f"at least {len(row)}, {self.or_else}"
             )
         return row[-width:]
 
@@ -458,7 +463,7 @@ class Task:
             shown = shortened(self.text.completion(example, name)[0].text)
             raise _TooLong(
                 f"{self.text.place(example)}the {what} {shown} has {len(row)} tokens, more than "
-                f"generation.max_new_tokens={most}; raise it to at least {len(row)}, {TRUNCATE}"
+                f"generation.max_new_tokens={most}; raise it to at least {len(row)}, {self.or_else}"
             )
         return row[:most], learned[:most]
 
@@ -521,7 +526,7 @@ class Task:
                 raise _TooLong(
                     f"{self.text.place(example)}the conversation with `{name}` has {len(row)} "
                     f"tokens, more than generation.max_prompt_length + max_new_tokens={width}; "
-                    f"raise one of them by {len(row) - width}, {TRUNCATE}"
+                    f"raise one of them by {len(row) - width}, {self.or_else}"
                 )
             rows.append(row[-width:])
         return left_padded(rows, width, self.tokenizer.pad_id)
