@@ -81,9 +81,8 @@ def test_documents_are_the_same_wherever_the_parts_of_a_file_begin(kind, part_by
 def test_a_file_without_a_separator_is_one_document(tokenizer, tmp_path, monkeypatch):
     text = "\n".join(TEXTS)
     (tmp_path / "book.txt").write_text(text)
-    for part_bytes, more in ((2**25, 2**18), (300, 40)):
+    for part_bytes in (2**25, 300):
         monkeypatch.setattr(token_files, "PART_BYTES", part_bytes)
-        monkeypatch.setattr(token_files, "MORE", more)
         files = TokenFiles(str(tmp_path / "book.txt"), tokenizer, tmp_path / "cache")
         found = tokens_of(files)
         assert tokenizer.decode(found) == text and found.count(tokenizer.end_id) == 1

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +41,6 @@ PART_BYTES = 2**25
 _PART_ROWS = 20_000
 # documents that are tokenised together
 AT_ONCE = 128
-# bytes that are read at once beyond a part
-MORE = 2**18
 # seconds without a new part of another process after which this one makes the rest itself
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
@@ -113,11 +112,12 @@ class TokenFiles:
     @cached_property
     def folders(self) -> list[Path]:
         """The folder of each part's tokens."""
+        stats = {
+            part.file: not is_hub(part.file) and os.stat(part.file) for part in self.parts
+        }
         files = [
-            [file]
-            if is_hub(file)
-            else [os.path.abspath(file), os.path.getsize(file), os.stat(file).st_mtime_ns]
-            for file in dict.fromkeys(part.file for part in self.parts)
+            [os.path.abspath(file), stat.st_size, stat.st_mtime_ns] if stat else [file]
+            for file, stat in stats.items()
         ]
         tokenizer = self.tokenizer
         tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
@@ -245,26 +245,18 @@ def _cut(part: _Part, separator: bytes | None) -> Iterator[tuple[str, bytes, boo
     mark = separator or b"\n"
     many = re.escape(mark[:1]) + b"{%d,}" % len(mark)
     between = re.compile(many if mark == mark[:1] * len(mark) else re.escape(mark))
-    with open(part.file, "rb") as file:
-        # A separator may end where the part begins, and the last text goes on behind it.
-        at = max(0, part.begin - len(mark))
-        file.seek(at)
-        data = file.read(part.end - at)
-        last = max(0, len(data) - len(mark))
-        while (after := between.search(data, last)) is None or after.end() == len(data):
-            if not (more := file.read(MORE)):
-                break
-            data += more
-        start = len(BOM_UTF8) if not at and data.startswith(BOM_UTF8) else 0
+    with open(part.file, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        size = len(data)
+        start = len(BOM_UTF8) if data[: len(BOM_UTF8)] == BOM_UTF8 else 0
         if part.begin:
-            before = between.search(data)
-            start = before.end() if before else len(data)
-        while at + start < part.end:
+            # a separator may end where the part begins
+            before = between.search(data, max(0, part.begin - len(mark)))
+            start = before.end() if before else size
+        while start < part.end:
             after = between.search(data, start)
-            end = after.end() if after else len(data)
-            text = data[start : after.start() if after and separator else end]
-            is_end = bool(separator) or at + end == os.path.getsize(part.file)
-            yield f"{part.file}, byte {at + start}", text, is_end
+            stop, end = after.span() if after else (size, size)
+            text = data[start : stop if separator else end]
+            yield f"{part.file}, byte {start}", text, bool(separator) or end == size
             start = end
 
 
@@ -308,19 +300,14 @@ class TokenRows(Sequence):
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a row, int32; the last row may have fewer than `width`."""
         begin, end = self._place(row)
+        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right")
         pieces = []
-        for part in range(
-            int(np.searchsorted(self._starts, begin, side="right")) - 1, len(self._files)
-        ):
-            start = int(self._starts[part])
-            count = min(end, int(self._starts[part + 1])) - begin
+        for part in range(first - 1, last):
+            start, stop = self._starts[part : part + 2]
+            skipped = max(begin - start, 0)
+            count = min(end, stop) - start - skipped
             # not mapped: pages of a mapped file would count as memory of the process
-            pieces.append(
-                np.fromfile(self._files[part], np.int32, count, offset=4 * (begin - start))
-            )
-            begin += count
-            if begin == end:
-                break
+            pieces.append(np.fromfile(self._files[part], np.int32, count, offset=4 * skipped))
         return np.concatenate(pieces)
 
     def segment_ids(self, row: int) -> np.ndarray:
