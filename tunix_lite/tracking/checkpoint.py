@@ -293,29 +293,33 @@ class Checkpoints:
             more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
             raise ValueError(self._damaged(step, damage[0] + more))
         _silence_orbax_errors()
-        if is_part:
-            # Who reads a part of it may not know that a critic has trained as well. Of a tree that
-            # cannot be read orbax says more below.
-            with contextlib.suppress(Exception):
-                if POLICY in self._tree(step)["params"]:
-                    wanted = {"params": {POLICY: wanted["params"]}}
+        try:
+            tree = self._tree(step)
+            # Who reads a part of it may not know that a critic has trained as well.
+            if is_part and POLICY in tree["params"]:
+                wanted = {"params": {POLICY: wanted["params"]}}
+            here = _shapes(wanted)
+            there = _shapes(tree)
+        except Exception as error:
+            raise ValueError(self._damaged(step, _reason(error))) from error
+        names = here if is_part else here | there
+        if other := [name for name in names if here.get(name) != there.get(name)]:
+            shapes = [
+                f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
+            ]
+            more = f"; and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+            raise ValueError(
+                f"step {step} of {self.folder} does not fit this model or optimizer: "
+                f"{'; '.join(shapes[:_SHOWN])}{more}"
+            )
 
         # A saved chunk is read as a whole, so twice the largest array must fit.
         leaves = jax.tree.leaves(wanted)
         largest = max(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         host_gb = max(_HOST_GB, 1 + math.ceil(2 * largest / 1e9))
-        if is_part:
-            handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
-            restore = jax.tree.map(
-                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape),
-                wanted,
-            )
-            args = ocp.args.PyTreeRestore(
-                item=wanted, restore_args=restore, partial_restore=True
-            )
-        else:
-            handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=host_gb)
-            args = ocp.args.StandardRestore(wanted)
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(wanted, restore_args, partial_restore=is_part)
         options = ocp.CheckpointManagerOptions(create=False)
         try:
             with ocp.CheckpointManager(
@@ -329,28 +333,7 @@ class Checkpoints:
         except Exception as error:
             if is_of_a_peer(error):
                 raise
-            raise ValueError(self._why_not(step, wanted, is_part, error)) from error
-
-    def _why_not(self, step: int, wanted: Tree, is_part: bool, error: Exception) -> str:
-        """Says why a step could not be restored: it holds other arrays, or it is damaged."""
-        try:
-            here = _shapes(wanted)
-            there = _shapes(self._tree(step))
-        except Exception as unreadable:
-            return self._damaged(step, _reason(unreadable))
-        if is_part:
-            there = {name: there[name] for name in here if name in there}
-        other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if not other:
-            return self._damaged(step, _reason(error))
-        shapes = [
-            f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
-        ]
-        more = f"; and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-        return (
-            f"step {step} of {self.folder} does not fit this model or optimizer: "
-            f"{'; '.join(shapes[:_SHOWN])}{more}"
-        )
+            raise ValueError(self._damaged(step, _reason(error))) from error
 
     def _damaged(self, step: int, why: str) -> str:
         """The message that a step cannot be used, with the folder to remove."""
