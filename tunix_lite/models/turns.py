@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from tunix_lite.basics.plain_text import escaped
-from tunix_lite.models.tokenizer import Read, Tokenizer, as_data, read_quoted
+from tunix_lite.models.tokenizer import Tokenizer, as_data
 
 # Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
 # break.
@@ -71,12 +71,9 @@ class TurnTokens:
                 f"others ({', '.join(roles)}); it is one or the other"
             )
         if not tokenizer.has_chat_template or "assistant" in roles:
-            ids = tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            ids = tokenizer.written_ids("".join(contents))
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
-
-        def write(read: Read) -> str:
-            return placeholder + self._after_the_turn(read_quoted(answered, read), placeholder)
 
         # Tokenised behind a placeholder that no message holds, so that nothing is put before the
         # text, as some tokenizers do at the beginning.
@@ -84,13 +81,11 @@ class TurnTokens:
         while any(placeholder in message["content"] for message in messages):
             placeholder += "s"
         before = tokenizer.encode(placeholder)
-        ids = tokenizer.written_ids(write, *contents)
+        after = self._after_the_turn(answered, placeholder)
+        ids = tokenizer.written_ids(placeholder + after)
         if ids[: len(before)] != before:
             # Letters were joined with the placeholder, so the text goes without it.
-            ids = tokenizer.written_ids(
-                lambda read: self._after_the_turn(read_quoted(answered, read), placeholder),
-                *contents,
-            )
+            ids = tokenizer.written_ids(after)
             before = []
         ids = ids[len(before) :]
         if not ended:

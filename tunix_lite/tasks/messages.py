@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from tunix_lite.basics.plain_text import SHOWN, shortened
 from tunix_lite.models.chat_template import with_read_arguments
-from tunix_lite.models.tokenizer import Quoted
 
 ROLES = ("system", "user", "assistant", "tool")
 # keys of a message that a chat template may leave out; a template need not read all the others,
@@ -31,7 +30,7 @@ class Message(NamedTuple):
         """The content; "" where there is none."""
         return self.content or ""
 
-    def as_template_reads(self, content: str | Quoted, quoted: Callable[[Any], Any]) -> dict:
+    def as_template_reads(self, content: str, quoted: Callable[[Any], Any]) -> dict:
         """The message as a dict, with `content`, and quoted(value) of all other values."""
         written: dict[str, Any] = {"role": self.role}
         if self.content is not None:

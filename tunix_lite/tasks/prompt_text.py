@@ -9,7 +9,7 @@ from typing import Any
 
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.chat_template import REASONING
-from tunix_lite.models.tokenizer import Quoted, Tokenizer, as_data
+from tunix_lite.models.tokenizer import Tokenizer, as_data
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.tasks.messages import (
     FREE,
@@ -232,7 +232,7 @@ class PromptText:
         except ValueError as error:
             raise ValueError(f"{self.place(example)}{error}") from error
 
-    def _asked(self, example: dict) -> str | Quoted | list[dict]:
+    def _asked(self, example: dict) -> str | list[dict]:
         """The input from which the tokenizer makes a prompt: a message, or a conversation."""
         messages = [self._written(message) for message in self.template.messages(example)]
         first = messages[0]
