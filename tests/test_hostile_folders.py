@@ -41,7 +41,7 @@ from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.families import LLAMA, config_json
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import BUNDLED, ModelConfig
-from tunix_lite.models.tokenizer import FILES, Tokenizer
+from tunix_lite.models.tokenizer import FILES, Tokenizer, as_data
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.report.comparison import result_lines
