@@ -94,6 +94,15 @@ def message_of(error: BaseException) -> str:
         return f"<its text cannot be read: str() raised {type(second).__name__}>"
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of the error that caused this one, without the details of tensorstore; of one
+    without words its type."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[0]
+    return (text.splitlines() or [type(error).__name__])[0][:300]
+
+
 def escaped(text: str, most: int = 120) -> str:
     """A text as a message shows it: in one line, without control characters, cut after `most`."""
     characters = [c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1]]

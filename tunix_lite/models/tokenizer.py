@@ -5,10 +5,11 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -261,6 +262,19 @@ class Tokenizer:
             ]
         return [match.span() for match in self._special_texts.finditer(text)]
 
+    def quoted(self, value: object, how: str) -> Any:
+        """A text, messages or another value of data, with the special tokens in all of its texts as
+        `as_data` takes them."""
+        if isinstance(value, str):
+            return as_data(value, self.special_in(value), how)
+        if isinstance(value, Mapping):
+            return {
+                self.quoted(key, how): self.quoted(item, how) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.quoted(item, how) for item in value]
+        return value
+
     @cached_property
     def silent_ids(self) -> frozenset[int]:
         """The special tokens, without those that are part of a call of a tool."""
@@ -386,7 +400,7 @@ class Tokenizer:
     def documents(self, texts: list[str], special: str) -> list[list[int]]:
         """The tokens of each text, many at once, without those that begin and end it. special: what
         special tokens spelled in it are, as of `as_data`. Raises ValueError."""
-        marked = [as_data(text, self.special_in(text), special) for text in texts]
+        marked = self.quoted(texts, special)
         plain = [text for text in marked if _OPEN not in text]
         try:
             with _named(_FAILS):
@@ -431,7 +445,8 @@ class Tokenizer:
         backend, names, ids = self._renamed
         parts = []
         at = 0
-        for match in self._marked_or_special.finditer(written):
+        marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
+        for match in re.finditer(marked_or_special, written):
             own = match.group()
             parts += [written[at : match.start()]]
             parts += [names.get(own) or own.removeprefix(_OPEN).removesuffix(_CLOSE)]
@@ -485,11 +500,6 @@ class Tokenizer:
             for token in tokens
         )
         return re.compile("|".join(texts) or "(?!)")
-
-    @cached_property
-    def _marked_or_special(self) -> re.Pattern:
-        """Matches what is marked as plain text, and the text of any special token elsewhere."""
-        return re.compile(f"{_OPEN}.*?{_CLOSE}|{self._special_texts.pattern}", re.DOTALL)
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:

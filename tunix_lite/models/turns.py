@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from tunix_lite.basics.plain_text import escaped
-from tunix_lite.models.tokenizer import Tokenizer, as_data
+from tunix_lite.models.tokenizer import Tokenizer
 
 # Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
 # break.
@@ -32,11 +32,8 @@ class TurnTokens:
 
     def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a message, or messages."""
-        if isinstance(messages, str):
-            messages = self._quoted([{"role": "user", "content": messages}])[0]["content"]
-        else:
-            messages = self._quoted(messages)
-        return self.tokenizer.prompt(messages, **self.variables)
+        asked = self.tokenizer.quoted(messages, self.special_tokens_in_data)
+        return self.tokenizer.prompt(asked, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one of the
@@ -62,7 +59,7 @@ class TurnTokens:
 
     def _between(self, messages: list[dict], ended: bool) -> list[int]:
         tokenizer = self.tokenizer
-        answered = self._quoted(messages)
+        answered = tokenizer.quoted(messages, self.special_tokens_in_data)
         contents = [message["content"] for message in answered]
         roles = [message["role"] for message in answered]
         if "assistant" in roles and set(roles) != {"assistant"}:
@@ -121,17 +118,6 @@ class TurnTokens:
                 f"'{escaped(lost[0], 80)}' as it is; {_wanted(messages)}"
             )
         return after
-
-    # ---- special tokens in what was answered
-
-    def _quoted(self, messages: list[dict]) -> list[dict]:
-        """The messages with the special tokens that they spell as data."""
-        tokenizer = self.tokenizer
-        contents = [
-            as_data(text, tokenizer.special_in(text), self.special_tokens_in_data)
-            for text in (message["content"] for message in messages)
-        ]
-        return [message | {"content": text} for message, text in zip(messages, contents)]
 
 
 def _wanted(messages: list[dict]) -> str:

@@ -1,11 +1,10 @@
 """A row of data as text and as tokens, and which special tokens in it are only text."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from string import Formatter
-from typing import Any
 
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.chat_template import REASONING
@@ -254,7 +253,9 @@ class PromptText:
                 f"the row has `tools`, and {self._reader} has no form for them; leave that column "
                 "out and say in task.system which tools there are, or name it in task.prompt"
             )
-        return self.variables | {"tools": self._quoted(tools)}
+        return self.variables | {
+            "tools": self.tokenizer.quoted(tools, self.special_tokens_in_data)
+        }
 
     def _written(self, message: Message) -> dict:
         """Writes a message for the tokenizer, with the data in it marked."""
@@ -267,8 +268,11 @@ class PromptText:
                 for start, end in spelled
                 if any(first < end and start < last for first, last in message.data)
             ]
-        content = as_data(message.text, spelled, self.special_tokens_in_data)
-        return message.as_template_reads(content, self._quoted)
+        how = self.special_tokens_in_data
+        written = {"role": message.role}
+        if message.content is not None:
+            written["content"] = as_data(message.content, spelled, how)
+        return written | (self.tokenizer.quoted(message.more, how) if message.more else {})
 
     def _check_keys(self, message: Message) -> None:
         template = self.tokenizer.template if message.more else None
@@ -297,15 +301,6 @@ class PromptText:
         for message in messages:
             self._check_keys(message)
         self.variables_of(example)
-
-    def _quoted(self, value: object) -> Any:
-        """A value of a row, with the special tokens in all of its texts as data."""
-        if isinstance(value, str):
-            spelled = self.tokenizer.special_in(value)
-            return as_data(value, spelled, self.special_tokens_in_data)
-        if isinstance(value, Mapping):
-            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
-        return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=64)

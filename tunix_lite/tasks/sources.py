@@ -41,11 +41,6 @@ class Source(Protocol):
         """The examples to evaluate with."""
 
 
-def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
-    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
-    return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
-
-
 def batch_at(
     examples: Sequence[dict],
     batch_size: int,
@@ -56,7 +51,8 @@ def batch_at(
     """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch.
     last_batch: what becomes of the examples at the end of an epoch that fill no batch: drop, or
     keep, a smaller one; None: the next epoch fills it."""
-    order = _order_of(examples, seed)
+    # the numbers of all examples, endlessly: each epoch has a shuffle of its own
+    order = grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
     places = range(step * batch_size, (step + 1) * batch_size)
     if last_batch is not None:
         each = batches_of_epoch(len(examples), batch_size, last_batch)
@@ -108,20 +104,20 @@ def spread(count: int, limit: int) -> Sequence[int]:
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
     """A digest of each of these splits, the same in every process: of all examples if they are a
     list, else of SAMPLED of them."""
-    return {name: _digest_of_split(getattr(source, name)) for name in splits}
-
-
-def _digest_of_split(examples: Sequence[dict]) -> str:
-    if isinstance(own := getattr(examples, "digest", None), str):
-        return own
-    count = len(examples)
-    # made one by one, and perhaps very many
-    is_list = isinstance(examples, list | tuple)
-    places = spread(count, count if is_list else SAMPLED)
-    parts = [str(count)]
-    for start in range(0, len(places), AT_ONCE):
-        parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
-    return digest(parts)
+    digests = {}
+    for name in splits:
+        examples = getattr(source, name)
+        digests[name] = getattr(examples, "digest", None)
+        if not isinstance(digests[name], str):
+            count = len(examples)
+            # made one by one, and perhaps very many
+            is_list = isinstance(examples, list | tuple)
+            places = spread(count, count if is_list else SAMPLED)
+            parts = [str(count)]
+            for start in range(0, len(places), AT_ONCE):
+                parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
+            digests[name] = digest(parts)
+    return digests
 
 
 def digest(value: object) -> str:

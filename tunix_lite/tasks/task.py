@@ -357,7 +357,8 @@ class Task:
             return train
         if not isinstance(train, list | tuple):
             return NextThatFits(train, self.look)
-        key = (id(self.config), *self.look_settings)
+        lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
+        key = (id(self.config), *lengths, self.learned)
         if key not in self.looked_at:
             rows = [row for row in train if not self.look(row)]
             # the settings live as long as their key
@@ -373,19 +374,6 @@ class Task:
     def leaves_out(self) -> bool:
         """True if some examples may be left out; else one that cannot be taken is an error."""
         return self.long_prompts == "drop" or self.skips
-
-    @property
-    def look_settings(self) -> tuple:
-        """All that a look at an example depends on, beside the example and the tokenizer."""
-        config = self.config
-        lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
-        return (
-            *lengths,
-            self.learned,
-            self.skips,
-            config.template,
-            config.special_tokens_in_data,
-        )
 
     def look(self, example: dict) -> str:
         """Tells why an example is left out, with its place; "": the run takes it. Raises ValueError
@@ -590,10 +578,6 @@ class Grader:
         # seconds for which the run waited for rewards
         self.seconds = 0.0
 
-    def group_of(self, row: int) -> int:
-        """The number of the group that a completion belongs to."""
-        return row // self.num_generations
-
     def _rows(self, group: int) -> list[int]:
         first = group * self.num_generations
         return list(range(first, first + self.num_generations))
@@ -605,7 +589,7 @@ class Grader:
         self._completions[row] = completion
         calls: list[tuple] = [(row, completion, self._names)]
         if self._group_names:
-            group = self.group_of(row)
+            group = row // self.num_generations
             of_group = [self._completions.get(other) for other in self._rows(group)]
             if None not in of_group:
                 calls.append((len(self.examples) + group, of_group, self._group_names))
@@ -634,7 +618,15 @@ class Grader:
         futures = [self._futures[call] for call in sorted(self._futures)]
         outcomes = shared_outcomes(futures, compared, self.task.processes)
         calls = dict(zip(sorted(self._futures), outcomes))
-        self._ask_reward_models(calls)
+        texts = [str(self._completions[row]) for row in rows]
+        for name in self.task.config.reward_models:
+            if name not in self.task.scorers:
+                raise ValueError(
+                    f"rewards.{name} is a reward model, which a run and `tunix-lite evaluate` "
+                    "load; leave it out here"
+                )
+            for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
+                calls[row] |= self._pool.by_name([_of(name)], texts[row], iter([outcome]))
         self.seconds += time.perf_counter() - began
 
         graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
@@ -680,20 +672,6 @@ class Grader:
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         return replace(graded, metrics=metrics)
 
-    def _ask_reward_models(self, calls: dict[int, dict[str, Outcome]]) -> None:
-        """Adds their outcomes to those of each completion, on all processes alike. Raises
-        ValueError as the pool does, and where one is not loaded."""
-        texts = [str(self._completions[row]) for row in range(len(self.examples))]
-        for name in self.task.config.reward_models:
-            if name not in self.task.scorers:
-                raise ValueError(
-                    f"rewards.{name} is a reward model, which a run and `tunix-lite evaluate` "
-                    "load; leave it out here"
-                )
-            for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
-                one = self._pool.by_name([_of(name)], texts[row], iter([outcome]))
-                calls[row] = calls[row] | one
-
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""
         failures = [
@@ -715,8 +693,8 @@ class Grader:
     def _outcomes(self, row: int, calls: dict[int, dict[str, Outcome]]) -> dict[str, Outcome]:
         """The outcomes of a completion, with its part of those of its group's call."""
         outcomes = dict(calls[row])
-        of_group = calls[len(self.examples) + self.group_of(row)] if self._group_names else {}
-        for name, outcome in of_group.items():
+        group = len(self.examples) + row // self.num_generations
+        for name, outcome in calls.get(group, {}).items():
             outcomes[name] = outcome
             if not outcome.kind:
                 value = outcome.value[row % self.num_generations]
