@@ -65,8 +65,7 @@ def encodable(text: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """`repr` of a row or a text in one line, cut after SHOWN characters, with its length if it is
-    cut."""
+    """`repr` of a row or a text in one line; if SHOWN characters are too few, with its length."""
     is_text = type(value) is str
     # Cut first, as `repr` would copy all of a long text.
     written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")

@@ -87,8 +87,7 @@ def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
 def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
-        # Looks for aliases, and goes to the first place that is nested too deep: the rest may take
-        # minutes.
+        # Ends at the first alias or place that is nested too deep: the rest may take minutes.
         depth = 0
         for event in yaml.parse(text, _SAFE):
             if isinstance(event, yaml.events.AliasEvent):

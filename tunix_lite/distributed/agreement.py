@@ -60,8 +60,7 @@ class Agreement:
 
 
 def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
-    """This process: packages, code, kind of devices, compiler variables and `settings`. folder: of
-    the run."""
+    """This process: packages, code, devices, compiler variables, settings, the run's folder."""
     # Plugins are compared only between the machines that have them.
     versions = {name: installed_version(name) for name in (*_PACKAGES, *_PLUGINS)}
     values = {f"package {name}": version for name, version in versions.items() if version}
@@ -79,8 +78,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
 
 
 def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Nested settings as texts by dotted names; of an absolute path the last part: `/data/gemma` is
-    `gemma`."""
+    """Nested settings as texts by dotted names; `/data/gemma`, an absolute path, is `gemma`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
@@ -119,8 +117,7 @@ def digests_of_code(settings: object) -> dict[str, str]:
 
 
 def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of jax and XLA that may change compiled programs, each flag by
-    itself."""
+    """The variables of jax and XLA that may change compiled programs, each flag by itself."""
     variables = {}
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
@@ -191,8 +188,7 @@ def enumerate_names(names: list[str]) -> str:
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
-    """The error message for processes that differ, with the remedy; None if they agree. everyone:
-    by id."""
+    """The error, with the remedy, if processes differ; None if they agree. everyone: by id."""
     # Who lacks a value is not compared in it, but an unset variable is a difference.
     unset = {}
     for info in everyone.values():

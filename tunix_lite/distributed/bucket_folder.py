@@ -27,8 +27,7 @@ _HELD: dict[Path, "BucketFolder"] = {}
 
 
 def held_bucket(path: Path) -> "BucketFolder | None":
-    """The folder in a bucket that this process has and that this path is in; None: there is
-    none."""
+    """The folder in a bucket that this process has and this path is in, if there is one."""
     return next((held for place, held in _HELD.items() if path.is_relative_to(place)), None)
 
 
@@ -85,8 +84,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _repeated(seconds: float, work: Callable[[], None]) -> Iterator[None]:
-    """Inside, a thread works every so many seconds. What fails is tried again: a save will raise
-    what lasts."""
+    """Inside, a thread works every so many seconds. A save will raise what fails for long."""
     ended = threading.Event()
 
     def repeat() -> None:

@@ -54,8 +54,7 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
-    wrong."""
+    """The command `tunix-lite launch`; exits, with 2 if arguments or settings are wrong."""
     # All that can be wrong is found before a process is started.
     try:
         nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
@@ -208,8 +207,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
 
 
 class _Failure(NamedTuple):
-    """The end of a run that failed: what to print, "" if a process has printed it, and the exit
-    code."""
+    """How a run failed: what to print ("": a process has printed it), and the exit code."""
 
     text: str
     code: int
@@ -300,8 +298,7 @@ class _Attempt:
         stalled = None
         told = 0
         while (left := self._running()) and time.monotonic() < until:
-            # The first signal is sent on, once: twice would stop them in the middle of saving. The
-            # second ends all at once.
+            # The first signal is sent on, once: two would cut a save off. The second ends all.
             if len(self._signals) > 1:
                 break
             if self._signals and not told:
@@ -342,8 +339,7 @@ class _Attempt:
         return _Failure(f"stopped by {signal.Signals(number).name}{end}", 128 + number)
 
     def end(self, grace: float) -> None:
-        """Ends all that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a new
-        signal."""
+        """Ends all: SIGTERM, then SIGKILL after `grace` seconds, or at a new signal."""
         deadline = time.monotonic() + grace
         signals_before = len(self._signals)
         if grace > 0:
@@ -445,8 +441,7 @@ class _Process(subprocess.Popen):
         # Without it, the last lines of a process that is killed would be lost.
         own = {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         output = {"stdout": self._file, "stderr": subprocess.STDOUT}
-        # What the first one says goes to the screen and to its log, where a lost peer is
-        # looked for.
+        # What the first one says goes to the screen, too; a lost peer is looked for in the log.
         if index == 0:
             output = {"stderr": subprocess.PIPE}
         super().__init__(

@@ -1,5 +1,4 @@
-"""Models of the Hugging Face hub: the folder of `org/name`, downloaded if it is not in the cache
-yet."""
+"""Models of the Hugging Face hub: the folder of `org/name`, of the cache or downloaded."""
 
 import contextlib
 import re
@@ -12,8 +11,7 @@ from tunix_lite.basics.untrusted import read_object
 # Configuration, tokenizer, index of the weights.
 SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-# Weights in other formats and for other programs are in subfolders; Mistral's second copy is beside
-# the first.
+# Weights for other programs are in subfolders; Mistral's second copy is beside the first.
 _NEVER = ("*/*", "consolidated*")
 
 # seconds that the hub has to name a commit

@@ -153,8 +153,7 @@ class Tokenizer:
 
     @cached_property
     def ends_of_turns(self) -> tuple[int, ...]:
-        """The tokens with which the chat template ends the assistant's turns that answer or call a
-        tool."""
+        """The tokens that end the assistant's turns which answer or call a tool."""
         question = {"role": "user", "content": "Question"}
         function = {"name": _PROBE, "arguments": {}}
         call = {"id": "ProbeCall", "type": "function", "function": function}
@@ -222,8 +221,7 @@ class Tokenizer:
         return _PROBE in written
 
     def encode(self, text: str) -> list[int]:
-        """Exactly the tokens of `text`, special ones spelled in it too. Raises ValueError for a
-        lone surrogate."""
+        """The tokens of `text`, special ones spelled in it too. ValueError: a lone surrogate."""
         try:
             with _named(_FAILS):
                 ids = self.backend.encode(text, add_special_tokens=False).ids
@@ -263,8 +261,7 @@ class Tokenizer:
         return [match.span() for match in self._special_texts.finditer(text)]
 
     def quoted(self, value: object, how: str) -> Any:
-        """A text, messages or another value of data, with the special tokens in all of its texts as
-        `as_data` takes them."""
+        """A value of data, such as messages, with the special tokens in it as of `as_data`."""
         if isinstance(value, str):
             return as_data(value, self.special_in(value), how)
         if isinstance(value, Mapping):
@@ -284,8 +281,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the tokens. skip_special: without the special tokens, other than those of
-        calls."""
+        """The text of the tokens. skip_special: without special tokens, but those of calls."""
         visible = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
         with _named(_FAILS):
             return self.backend.decode(visible, skip_special_tokens=False)
@@ -356,8 +352,7 @@ class Tokenizer:
     def demonstration(
         self, conversation: str | list[dict], completion: str | dict, **variables
     ) -> list[int]:
-        """The tokens that follow `prompt(conversation)`: those of the completion and the one that
-        ends the turn."""
+        """The tokens that follow `prompt(conversation)`, with the one that ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
@@ -365,8 +360,7 @@ class Tokenizer:
             written = turn["content"]
         else:
             messages = _conversation(conversation)
-            # The answer is what the template writes behind the prompt: its markers belong to what
-            # is learned.
+            # The answer is what stands behind the prompt: its markers are learned, too.
             before = self.chat(messages, **variables)
             full = self.chat([*messages, turn], add_generation_prompt=False, **variables)
             if not full.startswith(before):
@@ -503,8 +497,7 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; real id by its
-        id."""
+        """It with other names for special tokens; the name by its text; the real id by its id."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         # It then takes what spells a special token as text.
         backend.encode_special_tokens = True
@@ -570,8 +563,7 @@ class TextStream:
         """The text that no later token can change and that was not returned before."""
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
-        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
-        # turn out to be none.
+        # Byte tokens (Gemma's <0xE4>) are decoded together: a character may turn out to be none.
         last = next((i for i in reversed(self.ids) if i not in self.silent), None)
         token = self.tokenizer.backend.id_to_token(last) if last is not None else None
         if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or ""):
@@ -579,8 +571,7 @@ class TextStream:
         new = text[len(self.shown) :]
 
         # The next decoding starts at the last piece that has text. So a long stream costs no more
-        # per token than a short one, and a decoder that drops the space of the first piece drops
-        # none here.
+        # per token, and a decoder that drops the space of the first piece drops none here.
         tail = self.tokenizer.decode(self.ids[self.done :], self.skip_special)
         if tail:
             self.ids = self.ids[self.done :]
@@ -634,8 +625,7 @@ def _template(folder: Path, config: dict) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate.compile(read_text(file), str(file))
-    # chat_template.json was written for image processors. Where the two differ, the tokenizer's own
-    # file decides.
+    # chat_template.json was written for image processors, so the tokenizer's own file decides.
     for name in ("tokenizer_config.json", "chat_template.json"):
         content = config if name == "tokenizer_config.json" else small_object(folder, name)
         text = content.get("chat_template")
@@ -661,8 +651,7 @@ def _eos_ids(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
 ) -> tuple[int, ...]:
-    """The ids that end a completion: of generation_config.json and config.json, or else the
-    eos_token."""
+    """The ids that end a completion: of generation_config.json, config.json, or eos_token."""
     ids = []
     config = small_object(folder, "config.json")
     for name, content in (

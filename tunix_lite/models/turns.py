@@ -9,8 +9,7 @@ from typing import Any
 from tunix_lite.basics.plain_text import escaped
 from tunix_lite.models.tokenizer import Tokenizer
 
-# Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
-# break.
+# Letters alone: no template changes them, and no tokenizer joins them with a line break.
 PLACEHOLDER = "PlaceholderOfTheTurn"
 # Answers whose tokens are kept: the conversations of a group often hear the same.
 MOST_KEPT = 4096

@@ -81,8 +81,7 @@ def _count(hashes: list[int], among: Iterable[int]) -> int:
 
 
 def _hashes(task: Task, examples: Sequence[dict]) -> list[int]:
-    """A hash of each prompt. Raises ValueError for a row that makes none, or has other keys than
-    the chat template reads."""
+    """A hash of each prompt. Raises ValueError for a row that the chat template cannot read."""
     hashes = []
     for i, example in enumerate(examples):
         try:

@@ -29,8 +29,7 @@ class FilesTaskConfig(TaskConfig):
     prompt: str | None = None
     # More rewards by name: '+task.rewards.short={fn: my_rewards.short, weight: 0.1}'. {} has none.
     rewards: dict[str, Reward | RewardModel] = field(default_factory=dict)
-    # Function that says if a completion is right, for eval/accuracy. null takes a reward above 0 as
-    # right.
+    # Function that says if a completion is right, for eval/accuracy. null: a reward above 0 is.
     correct: Callable | None = None
     # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
@@ -44,8 +43,7 @@ class FilesTaskConfig(TaskConfig):
     fields: dict[str, str] | None = None
     # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
     max_rows: int | None = None
-    # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
-    # dpo need none.
+    # Function (completion, row) -> number by its dotted path. sft and dpo need none.
     reward: Callable | None = None
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.

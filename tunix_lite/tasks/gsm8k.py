@@ -16,8 +16,7 @@ HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 @dataclass(frozen=True)
 class _SolutionTemplate(PromptTemplate):
-    """A prompt template whose rows have texts `question` and `answer`, and `####` and a number end
-    the latter."""
+    """A prompt template for texts `question` and `answer`, which ends in `####` and a number."""
 
     def check(self, row: dict) -> dict:
         """The row with the number as `answer` and the whole solution as `completion`. Raises

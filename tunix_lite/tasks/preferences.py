@@ -12,8 +12,7 @@ FIELDS = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class _PairTemplate(PromptTemplate):
-    """A prompt template whose examples have two answers, too: texts, or conversations that end with
-    the assistant."""
+    """A prompt template whose examples have two answers: texts, or whole conversations."""
 
     def check(self, row: dict) -> dict:
         """The row with `chosen` and `rejected` as texts, or as messages where an answer is more

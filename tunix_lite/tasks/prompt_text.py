@@ -176,8 +176,7 @@ class PromptText:
         return tokens, learned
 
     def conversation(self, example: dict, answers: list[Message]) -> list[int]:
-        """The tokens of the whole conversation: what is asked, and the turns that answer it. Raises
-        ValueError, with the place."""
+        """The tokens of a whole conversation, with its answers. ValueError names the place."""
         with self._naming(example):
             before = self._asked(example)
             if not isinstance(before, list):

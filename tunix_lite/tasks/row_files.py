@@ -108,8 +108,7 @@ class Rows(list):
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, with their numbers; ValueError for one that is
-    not UTF-8."""
+    """The lines that are not blank, with their numbers; ValueError for one that is not UTF-8."""
     for number, line in _raw_lines(file):
         try:
             yield number, _decoded(line)

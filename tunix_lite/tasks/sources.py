@@ -102,8 +102,7 @@ def spread(count: int, limit: int) -> Sequence[int]:
 
 
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
-    """A digest of each of these splits, the same in every process: of all examples if they are a
-    list, else of SAMPLED of them."""
+    """A digest of each split, the same in every process: of a list, or of SAMPLED examples."""
     digests = {}
     for name in splits:
         examples = getattr(source, name)

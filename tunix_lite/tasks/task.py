@@ -118,8 +118,7 @@ class TaskConfig:
     correct: Callable = correct
     # Function that reads the answer out of a completion, for display.
     extract: Callable = final_answer
-    # Special tokens such as `<end_of_turn>` in a row: text reads letters, control the token, error
-    # stops.
+    # Special tokens such as `<eos>` in a row: text reads letters, control the token, error stops.
     special_tokens_in_data: str = "text"
     # System message before the user's, where {names} are fields of an example. null sends none.
     system: str | None = None
@@ -333,8 +332,7 @@ class Task:
     # ---- which examples are taken
 
     def batch(self, batch_size: int, seed: int, step: int) -> list[dict]:
-        """Training examples number `step`. Raises ValueError, on all processes, if one has others,
-        or too few fit."""
+        """Training examples number `step`. ValueError on all: one has others, or too few fit."""
 
         def take() -> list[dict]:
             rows = self.fitting
@@ -732,8 +730,7 @@ class Grader:
                 rollout, task.conversation, total_B, dropped_B, by_turn
             )
 
-        # Where the environment alone gives rewards, right is what it calls won or, if it calls none
-        # so, what it gave any.
+        # Without other rewards, right is what the environment calls won, else what it rewards.
         if config.rewards:
             correct_B = values_of(outcomes, config.correct_is) > 0
         elif (correct_B := won(rollout)) is None:

@@ -34,8 +34,7 @@ class TextSource:
 
     @cached_property
     def files(self) -> list[TokenFiles]:
-        """The files of training and, where they have files of their own, of held-out rows. Raises
-        ValueError."""
+        """The files of training, and of held-out rows if they have their own. Raises ValueError."""
         config = self.config
         patterns = ((config.train, "train"), (config.held_out, "test"))
         return [

@@ -160,8 +160,7 @@ class Checkpoints:
         return None
 
     def check_whole(self, step: int) -> None:
-        """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut
-        off."""
+        """Raises ValueError, with the remedy, if files of it are missing or cut off."""
         if missing := self._missing(step):
             raise ValueError(self._damaged(step, missing))
 
@@ -235,8 +234,7 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def skipped(self, step: int) -> int:
-        """Counts the updates in a row that were skipped up to this step. Raises ValueError if its
-        file is damaged."""
+        """Counts the updates in a row that were skipped up to this step. ValueError: damage."""
 
         def read(file: Path) -> int:
             count = read_object(file).get(_SKIPPED)
@@ -248,8 +246,7 @@ class Checkpoints:
         return self._beside(step, _ABOUT, read) or 0
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
-        """The completions in flight at this step; None: there are none. Raises ValueError if it is
-        damaged."""
+        """The completions in flight at this step; None: there are none. ValueError: damage."""
 
         def read(file: Path) -> dict[str, np.ndarray]:
             check_only_files(file.parent)
@@ -352,8 +349,7 @@ class Checkpoints:
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the run's folder, or that of its checkpoints, was replaced, or another
-        run has it in its bucket."""
+        """Raises OSError if a folder was replaced, or another run has it in its bucket."""
         bucket = held_bucket(self.folder)
         if bucket is not None and bucket.lost is not None:
             raise OSError(errno.EREMOTEIO, bucket.lost, str(self.folder))
@@ -408,8 +404,7 @@ class Checkpoints:
 
 
 class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Keeps the best checkpoints, those of an earlier start of the run too; orbax would forget what
-    it did not write itself."""
+    """Keeps the best checkpoints, those of an earlier start too, which orbax would forget."""
 
     def __init__(self, best: Best, count: int):
         self._best = best

@@ -149,8 +149,7 @@ class RunDir:
         return {"first": scores[0], "last": scores[-1]} if scores else {}
 
     def measured(self, name: str, until: int) -> list[tuple[int, float]]:
-        """The (step, value) of a metric in metrics.jsonl up to step `until`, nan for one that is no
-        number."""
+        """The (step, value) of a metric in metrics.jsonl up to step `until`; nan: no number."""
         rows = [row for _, _, row in rows_until(self.metrics, until) if name in row]
         return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
@@ -256,8 +255,7 @@ class Status:
         self.write("running")
 
     def record(self, metrics: Metrics) -> None:
-        """Keeps the scores of an evaluation as the last ones, and the very first also as the
-        first."""
+        """Keeps the scores of an evaluation as the last ones; of the very first as both."""
         if scores := scores_of(metrics):
             self.eval.setdefault("first", scores)
             self.eval["last"] = scores
@@ -310,8 +308,7 @@ class Status:
 
 
 def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
-    """The settings as Hydra kept them, with the values of the fingerprint where they say auto or
-    refer to another setting."""
+    """Hydra's settings, with the fingerprint's values for auto and for references."""
     chosen = {}
     for name, value in settings.items():
         there = fingerprint.get(name)
