@@ -139,7 +139,11 @@ class PromptText:
     def prompt(self, example: dict) -> list[int]:
         """The tokens of the prompt. Raises ValueError, with the place, if there are none."""
         with self._naming(example):
-            row = self.tokenizer.prompt(self._asked(example), **self.variables_of(example))
+            asked = self._asked(example)
+            # a model without a chat template takes plain text
+            if len(asked) == 1 and asked[0].keys() == {"role", "content"}:
+                asked = asked[0]["content"] if asked[0]["role"] == "user" else asked
+            row = self.tokenizer.prompt(asked, **self.variables_of(example))
         if not row:
             raise ValueError(
                 f"{self.place(example)}the prompt of the example {shortened(example)} has no "
@@ -158,8 +162,6 @@ class PromptText:
         learned: list[bool] = []
         with self._naming(example):
             history = self._asked(example)
-            if not isinstance(history, list):
-                history = [{"role": "user", "content": history}]
             variables = self.variables_of(example)
             num_answered = len(history)
             for turn in map(self._written, self.completion(example, name)):
@@ -178,10 +180,7 @@ class PromptText:
     def conversation(self, example: dict, answers: list[Message]) -> list[int]:
         """The tokens of a whole conversation, with its answers. ValueError names the place."""
         with self._naming(example):
-            before = self._asked(example)
-            if not isinstance(before, list):
-                before = [{"role": "user", "content": before}]
-            messages = [*before, *map(self._written, answers)]
+            messages = [*self._asked(example), *map(self._written, answers)]
             return self.tokenizer.conversation(messages, **self.variables_of(example))
 
     def completion(self, example: dict, name: str = "completion") -> list[Message]:
@@ -230,12 +229,9 @@ class PromptText:
         except ValueError as error:
             raise ValueError(f"{self.place(example)}{error}") from error
 
-    def _asked(self, example: dict) -> str | list[dict]:
-        """The input from which the tokenizer makes a prompt: a message, or a conversation."""
-        messages = [self._written(message) for message in self.template.messages(example)]
-        first = messages[0]
-        is_text = len(messages) == 1 and first.keys() == {"role", "content"}
-        return first["content"] if is_text and first["role"] == "user" else messages
+    def _asked(self, example: dict) -> list[dict]:
+        """The messages of which the tokenizer makes a prompt."""
+        return [self._written(message) for message in self.template.messages(example)]
 
     def variables_of(self, example: dict) -> dict:
         """Returns the variables of the chat template beside the messages of an example."""

@@ -43,7 +43,6 @@ class TextSource:
                 self.tokenizer,
                 Path(CACHE if config.cache == "auto" else config.cache).expanduser(),
                 config.field,
-                config.separator,
                 config.special_tokens_in_data,
                 config.held_out_every if config.held_out is None else 0,
                 (jax.process_index(), jax.process_count()),
@@ -100,8 +99,6 @@ class TextTaskConfig(TaskConfig):
     held_out_every: int = 100
     # Field of a row of .jsonl or .parquet that is the text.
     field: str = "text"
-    # Text between two documents of a .txt file, such as "\n\n". null takes a file as one document.
-    separator: str | None = None
     # Tokens of a row.
     row_tokens: int = 1024
     # What a token sees: documents (those before it of its own document), or across (all before it
@@ -115,11 +112,6 @@ class TextTaskConfig(TaskConfig):
 
     def __post_init__(self):
         check_on_disk("cache", self.cache)
-        # Hydra takes the letters between quotes as they are
-        text = self.separator and self.separator.replace("\\n", "\n")
-        object.__setattr__(self, "separator", text)
-        ends = [] if text is None else [text[i:] for i in range(1, len(text))]
-        is_ambiguous = any(map((text or "").startswith, ends)) and text != text[0] * len(text)
         wrong = {
             "train is missing: give task.train=FILE, or a pattern": self.train is None,
             f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}": (
@@ -128,9 +120,6 @@ class TextTaskConfig(TaskConfig):
             f"row_tokens={self.row_tokens} must be at least 2": self.row_tokens < 2,
             f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing to "
             "train on": self.held_out_every < 0 or self.held_out_every == 1,
-            f"separator={text!r} ends as it begins, so two places could be meant; choose "
-            "another": is_ambiguous,
-            "separator is empty; null takes a file as one document": text == "",
         }
         for why in filter(wrong.get, wrong):
             raise ValueError(why)

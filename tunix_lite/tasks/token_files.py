@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
 from itertools import islice
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +44,7 @@ AT_ONCE = 128
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
 # another number makes the tokens anew
-VERSION = 3
+VERSION = 4
 
 
 class _Part(NamedTuple):
@@ -87,7 +86,6 @@ class TokenFiles:
     tokenizer: Tokenizer
     cache: Path
     field: str = "text"
-    separator: str | None = None
     special_tokens_in_data: str = "text"
     # one document in so many is held out; 0: none
     held_out_every: int = 0
@@ -121,7 +119,7 @@ class TokenFiles:
         ]
         tokenizer = self.tokenizer
         tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
-        cut = [self.field, self.separator, self.special_tokens_in_data, self.held_out_every]
+        cut = [self.field, self.special_tokens_in_data, self.held_out_every]
         made_of = json.dumps([VERSION, PART_BYTES, files, tokens, cut])
         folder = self.cache / hashlib.sha256(made_of.encode()).hexdigest()[:16]
         return [folder / f"{i:06d}" for i in range(len(self.parts))]
@@ -155,9 +153,10 @@ class TokenFiles:
         part = self.parts[number]
         tokens = {split: array("i") for split in SPLITS}
         ends = {split: array("q") for split in SPLITS}
-        # a file that is one document counts as one; else those of a part do
-        count = part.number if self._is_whole(part) else 0
-        is_start = not part.begin or not self._is_whole(part)
+        # a text file counts as one document; else those of a part do
+        is_text = part.file.endswith(".txt")
+        count = part.number if is_text else 0
+        is_start = not part.begin or not is_text
         documents = self._documents(part)
         while some := list(islice(documents, AT_ONCE)):
             texts = [text for _, text, _ in some]
@@ -196,18 +195,13 @@ class TokenFiles:
                     f"task.cache={self.cache} cannot be written: {error.strerror}"
                 ) from error
 
-    def _is_whole(self, part: _Part) -> bool:
-        """Returns whether the file of the part is one document."""
-        return part.file.endswith(".txt") and self.separator is None
-
     def _documents(self, part: _Part) -> Iterator[tuple[str, str, bool]]:
         """(place, text, whether it ends there) of the documents of a part that are not blank, or of
         the lines of its only one. Raises ValueError."""
         file, _, begin, end = part
         is_text = file.endswith(".txt")
         if is_text or file.endswith(".jsonl"):
-            separator = self.separator if is_text else "\n"
-            raw = _cut(part, separator and separator.encode())
+            raw = _lines(part)
         elif is_hub(file):
             rows = enumerate(table_of_hub(file).select(range(begin, end)), begin + 1)
             raw = ((f"{file}, row {i}", row, True) for i, row in rows)
@@ -219,8 +213,8 @@ class TokenFiles:
                 text = data.decode() if is_text else self._text_of(data)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            if text.strip() or self._is_whole(part):
-                yield place, text, is_end
+            if text.strip() or is_text:
+                yield place, text, is_end or not is_text
 
     def _text_of(self, data: bytes | dict) -> str:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
@@ -238,26 +232,17 @@ class TokenFiles:
         )
 
 
-def _cut(part: _Part, separator: bytes | None) -> Iterator[tuple[str, bytes, bool]]:
-    """(place, text, True) of the texts between separators that begin in the part. None: the file is
-    one text, and comes in lines, the last with True. Where several newlines separate, more of them
-    do, too: so each part finds the same separators."""
-    mark = separator or b"\n"
-    many = re.escape(mark[:1]) + b"{%d,}" % len(mark)
-    between = re.compile(many if mark == mark[:1] * len(mark) else re.escape(mark))
-    with open(part.file, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        size = len(data)
-        start = len(BOM_UTF8) if data[: len(BOM_UTF8)] == BOM_UTF8 else 0
-        if part.begin:
-            # a separator may end where the part begins
-            before = between.search(data, max(0, part.begin - len(mark)))
-            start = before.end() if before else size
-        while start < part.end:
-            after = between.search(data, start)
-            stop, end = after.span() if after else (size, size)
-            text = data[start : stop if separator else end]
-            yield f"{part.file}, byte {start}", text, bool(separator) or end == size
-            start = end
+def _lines(part: _Part) -> Iterator[tuple[str, bytes, bool]]:
+    """(place, line, whether it is the last of the file) of the lines that begin in the part."""
+    size = os.path.getsize(part.file)
+    with open(part.file, "rb") as file:
+        # a line may end where the part begins
+        file.seek(max(0, part.begin - 1))
+        at = part.begin and part.begin - 1 + len(file.readline())
+        while at < part.end and (line := file.readline()):
+            text = line if at else line.removeprefix(BOM_UTF8)
+            yield f"{part.file}, byte {at}", text, at + len(line) == size
+            at += len(line)
 
 
 class TokenRows(Sequence):
