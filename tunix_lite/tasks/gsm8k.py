@@ -41,10 +41,7 @@ class Gsm8kTaskConfig(FilesTaskConfig):
     """A task of rows `question` and `answer`, of files or of a data set on the hub.
     Example: task=gsm8k task.train=train.jsonl task.held_out=test.jsonl"""
 
-    @property
-    def row_template(self) -> _SolutionTemplate:
-        """Template that reads the solutions of the rows."""
-        return _SolutionTemplate(self.prompt, self.system, self.learned_turns)
+    reads = _SolutionTemplate
 
 
 def strict(completion: str, example: dict) -> float:

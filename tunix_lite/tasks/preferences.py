@@ -78,10 +78,7 @@ class PreferencesTaskConfig(FilesTaskConfig):
     """A task of pairs: each row has `prompt`, `chosen` and `rejected`.
     Example: task=preferences algorithm=dpo task.train=pairs.jsonl"""
 
-    @property
-    def row_template(self) -> _PairTemplate:
-        """Template that makes pairs of the rows."""
-        return _PairTemplate(self.prompt, self.system, self.learned_turns)
+    reads = _PairTemplate
 
 
 def is_chosen(completion: str, example: dict) -> float:

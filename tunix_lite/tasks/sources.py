@@ -209,15 +209,11 @@ class Arithmetic(GeneratedSource):
     or, for a share `worked` of the problems, every step before it.
     Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}."""
 
-    # Fewest numbers in a problem.
+    # conf/task/arithmetic.yaml explains each setting
     min_terms: int = 4
-    # Most numbers in a problem.
     max_terms: int = 4
-    # Largest number in a problem.
     max_value: int = 29
-    # Operators between the numbers.
     operators: tuple[str, ...] = ("+", "-")
-    # Share of demonstrations for sft that show every step, from 0 to 1.
     worked: float = 0.45
 
     def __post_init__(self):

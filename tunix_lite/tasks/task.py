@@ -109,26 +109,16 @@ class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet.
     Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`."""
 
+    # conf/task/arithmetic.yaml explains each setting
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
-    # User's message, with {fields} of an example.
     prompt: str | None
-    # by the name under which they are logged
     rewards: dict[str, Reward | RewardModel]
-    # Function that says if a completion is right, for eval/accuracy and sample marks.
     correct: Callable = correct
-    # Function that reads the answer out of a completion, for display.
     extract: Callable = final_answer
-    # Special tokens such as `<eos>` in a row: text reads letters, control the token, error stops.
     special_tokens_in_data: str = "text"
-    # System message before the user's, where {names} are fields of an example. null sends none.
     system: str | None = None
-    # Assistant turns of `messages` that sft learns from: last or all.
     learned_turns: str = "last"
-    # What answers the model between its turns, an environment such as
-    # tunix_lite.environments.guessing.GuessingGame. null has single turns.
     environment: Callable | None = None
-    # Usual lengths of this task: generation.max_prompt_length and max_new_tokens, unless you set
-    # them. null has none.
     lengths: TaskLengthsConfig | None = None
 
     def __post_init__(self):
@@ -302,21 +292,17 @@ class Task:
         """Starts the workers of rewards, as `settings` say, and of environments, as `conversation`
         says. Yields the task that uses them. The workers are gone at the end."""
         conversation = conversation or self.conversation
-        with contextlib.ExitStack() as at_end:
-            pool = Pool(self.config.functions(), settings)
-            at_end.enter_context(contextlib.closing(pool))
-            environments = None
-            if self.config.environment is not None:
-                environments = EnvironmentPool(self.config.environment, conversation)
-                at_end.enter_context(environments)
-            yield replace(
-                self,
-                pool=pool,
-                say=say,
-                processes=processes,
-                conversation=conversation,
-                environments=environments,
-            )
+        environments = contextlib.nullcontext()
+        if self.config.environment is not None:
+            environments = EnvironmentPool(self.config.environment, conversation)
+        pool = contextlib.closing(Pool(self.config.functions(), settings))
+        with pool as pool, environments as environments:
+            started = {
+                "pool": pool,
+                "environments": environments,
+                "conversation": conversation,
+            }
+            yield replace(self, say=say, processes=processes, **started)
 
     @cached_property
     def text(self) -> PromptText:
@@ -571,8 +557,8 @@ class Grader:
         self._names = [name for name in self._pool.functions if name not in self._group_names]
         # row -> its text
         self._completions: dict[int, CompletionText] = {}
-        # number of a call -> its outcomes; None: another process makes it
-        self._futures: dict[int, Future | None] = {}
+        # number of a call -> what it is of, and its outcomes; None: another process makes it
+        self._calls: dict[int, tuple[str | list[str], Future | None]] = {}
         # seconds for which the run waited for rewards
         self.seconds = 0.0
 
@@ -593,10 +579,10 @@ class Grader:
                 calls.append((len(self.examples) + group, of_group, self._group_names))
         processes = self.task.processes
         for call, called_on, names in calls:
-            is_ours = call % processes.count == processes.index
-            self._futures[call] = (
-                self._pool.submit(called_on, self.examples[row], names) if is_ours else None
-            )
+            future = None
+            if call % processes.count == processes.index:
+                future = self._pool.submit(called_on, self.examples[row], names)
+            self._calls[call] = called_on, future
         self.seconds += time.perf_counter() - began
 
     def results(self, rollout: Rollout) -> Graded:
@@ -613,9 +599,9 @@ class Grader:
         # wait for the workers of all processes
         began = time.perf_counter()
         compared = digest([self.examples, [self._completions[row] for row in rows]])
-        futures = [self._futures[call] for call in sorted(self._futures)]
+        futures = [self._calls[call][1] for call in sorted(self._calls)]
         outcomes = shared_outcomes(futures, compared, self.task.processes)
-        calls = dict(zip(sorted(self._futures), outcomes))
+        calls = dict(zip(sorted(self._calls), outcomes))
         texts = [str(self._completions[row]) for row in rows]
         for name in self.task.config.reward_models:
             if name not in self.task.scorers:
@@ -627,33 +613,22 @@ class Grader:
                 calls[row] |= self._pool.by_name([_of(name)], texts[row], iter([outcome]))
         self.seconds += time.perf_counter() - began
 
-        graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
+        graded, kinds_BN, unscorable_B = self._graded(calls, rollout)
         task = self.task
         counts = call_metrics([*calls.values()]) | {
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        # Says what failed, and how the first did.
         replies = failed_replies(graded.rollout)
         first = self._first_failure(calls) or next((reply.message for reply in replies), "")
         total = len(self.examples)
         if graded.dropped.all():
             raise SharedError(f"all {total} completions were dropped; the first: {first}")
-        say = self.task.say
-        if say is not None and any(counts[metric] for metric in FAILED):
-            failed = ", ".join(
-                f"{metric.removeprefix('rewards/')} {counts[metric]}"
-                for metric in (*FAILED, "rewards/dropped")
-                if counts[metric]
-            )
-            say(f"rewards that failed, of {total} completions: {failed}; the first: {first}")
-        if say is not None and replies:
-            kinds = Counter(reply.failure for reply in replies)
-            how = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
-            say(
-                f"environments that failed, of {total} conversations: {how}; the first: "
-                f"{replies[0].message}"
-            )
+        failed = {name.removeprefix("rewards/"): counts[name] for name in FAILED}
+        self._tell("rewards", "completions", failed, counts["rewards/dropped"], first)
+        if replies:
+            kinds = Counter(sorted(reply.failure for reply in replies))
+            self._tell("environments", "conversations", kinds, 0, replies[0].message)
         groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
         metrics = reward_metrics(graded, kinds_BN, groups) | counts
         metrics |= completion_metrics(graded.correct, rollout)
@@ -670,6 +645,16 @@ class Grader:
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         return replace(graded, metrics=metrics)
 
+    def _tell(
+        self, who: str, of: str, failed: Mapping[str, int], dropped: int, first: str
+    ) -> None:
+        """Says how many of them failed, and how the first did."""
+        if self.task.say is not None and any(failed.values()):
+            counts = {**failed, "dropped": dropped}
+            how = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+            total = len(self.examples)
+            self.task.say(f"{who} that failed, of {total} {of}: {how}; the first: {first}")
+
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""
         failures = [
@@ -682,11 +667,8 @@ class Grader:
             return ""
         errors = (one for one in failures if one[2].kind in FAILURES)
         call, name, outcome = next(errors, failures[0])
-        if call < len(self.examples):
-            return self._pool.describe_failure(name, outcome, str(self._completions[call]))
-        rows = self._rows(call - len(self.examples))
-        texts = [str(self._completions[row]) for row in rows]
-        return self._pool.describe_failure(name, outcome, texts)
+        called_on, _ = self._calls[call]
+        return self._pool.describe_failure(name, outcome, called_on)
 
     def _outcomes(self, row: int, calls: dict[int, dict[str, Outcome]]) -> dict[str, Outcome]:
         """The outcomes of a completion, with its part of those of its group's call."""
@@ -702,13 +684,12 @@ class Grader:
         return outcomes
 
     def _graded(
-        self, rows: Sequence[int], calls: dict[int, dict[str, Outcome]], rollout: Rollout
+        self, calls: dict[int, dict[str, Outcome]], rollout: Rollout
     ) -> tuple[Graded, np.ndarray, np.ndarray]:
-        """The grades of these rows, without metrics; kinds of outcomes [B, rewards]; which are
-        unscorable [B]. rollout: of these rows."""
+        """The grades, without metrics; kinds of outcomes [B, rewards]; which are unscorable [B]."""
         task = self.task
         config = task.config
-        examples = [self.examples[row] for row in rows]
+        rows = range(len(self.examples))
         outcomes = [self._outcomes(row, calls) for row in rows]
         conversations = rollout.conversations
 
@@ -735,7 +716,7 @@ class Grader:
             correct_B = values_of(outcomes, config.correct_is) > 0
         elif (correct_B := won(rollout)) is None:
             correct_B = each[ENVIRONMENT] > 0
-        prompts = [task.text.ask(example) for example in examples]
+        prompts = [task.text.ask(example) for example in self.examples]
         # environments may begin with something else
         for place, one in enumerate(() if conversations is None else conversations):
             prompts[place] = prompts[place] if one.opening is None else one.opening
@@ -751,7 +732,7 @@ class Grader:
             dropped=dropped_B,
             each=each,
             weights=weights,
-            examples=examples,
+            examples=self.examples,
             num_generations=self.num_generations,
             rollout=rollout,
             turn_rewards=by_turn,

@@ -79,6 +79,7 @@ class TextTaskConfig(TaskConfig):
     """A task of plain text: files of documents, joined with the end token and cut into full rows.
     Example: algorithm=sft task=text task.train='corpus/*.jsonl' task.row_tokens=1024"""
 
+    # conf/task/text.yaml explains each setting
     # made of the settings below, once the tokenizer is there
     source: Any = unset(default=None, compare=False, repr=False)
     # what other tasks have, and rows of text do not
@@ -90,22 +91,12 @@ class TextTaskConfig(TaskConfig):
     learned_turns: str = unset(default="last")
     environment: Callable | None = unset(default=None)
     lengths: TaskLengthsConfig | None = unset(default=None)
-    # Text files to train on: a path, a pattern such as 'corpus/*.jsonl', or hub:org/name. Names end
-    # with .jsonl, .txt or .parquet.
     train: str | None = None
-    # Files to evaluate with, in the same way. null holds out documents of `train`.
     held_out: str | None = None
-    # One document in so many is held out where `held_out` is null. 0 holds out none.
     held_out_every: int = 100
-    # Field of a row of .jsonl or .parquet that is the text.
     field: str = "text"
-    # Tokens of a row.
     row_tokens: int = 1024
-    # What a token sees: documents (those before it of its own document), or across (all before it
-    # in the row).
     attention: str = "documents"
-    # Folder that keeps the tokens of the files, the same on all hosts. auto takes
-    # ~/.cache/tunix_lite/text.
     cache: str = "auto"
 
     packs_rows = True
