@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tunix_lite.basics.plain_text import reason_of
 from tunix_lite.models.hub import commit_of_data
 
 if TYPE_CHECKING:
@@ -139,7 +138,8 @@ def _explained(data: HubData) -> Iterator[None]:
             # the disk is full
             raise
         if not isinstance(error, ConnectionError):
-            raise ValueError(f"{data}: {reason_of(error)}") from None
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{data}: {why}") from None
         from datasets import config
 
         # one part after the name may be a split
