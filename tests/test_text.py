@@ -1,6 +1,5 @@
 """Text to learn from: files become tokens once, tokens become full rows, and a row is the same row for everybody."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +19,6 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.commands.program import _refuse_run_on_text
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -422,15 +420,6 @@ def test_the_best_of_text_is_by_its_held_out_loss(tmp_path):
     assert compose(words).training.best_metric == "eval/loss"
     assert compose([]).training.best_metric == "eval/accuracy"
     assert compose([*words, "training.best_metric=train/loss"]).training.best_metric == "train/loss"
-
-
-def test_a_run_on_text_is_not_graded_on_the_sums_of_the_default_task(tmp_path):
-    _refuse_run_on_text(tmp_path)  # of a copy without its fingerprint nobody knows
-    for task, is_refused in (("text.TextTaskConfig", True), ("files.FilesTaskConfig", False)):
-        about = {"model": {}, "task": {"_target_": f"tunix_lite.tasks.{task}"}}
-        (tmp_path / "fingerprint.json").write_text(json.dumps(about))
-        with pytest.raises(ConfigError, match="name a task, such as") if is_refused else contextlib.nullcontext():
-            _refuse_run_on_text(tmp_path)
 
 
 def test_epochs_in_place_of_steps_are_named_in_words():

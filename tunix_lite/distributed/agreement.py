@@ -71,7 +71,16 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
-    values["accelerator"] = _accelerator()
+    # Read from /dev, because asking jax would start its backend.
+    accelerator = "CPU"
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        names = {p.name for p in Path("/dev").glob("*")}
+        # /dev/vfio is there for other devices, too.
+        if any(re.fullmatch(r"accel\d+|vfio", name) for name in names):
+            accelerator = "TPU" if installed_version("libtpu") else "CPU"
+        if any(re.fullmatch(r"nvidia\d+", name) for name in names):
+            accelerator = "NVIDIA GPU"
+    values["accelerator"] = accelerator
     values |= _compiler_variables(os.environ)
     values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
@@ -129,19 +138,6 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
     # Paths among them may differ between hosts, as those of settings may.
     return _flatten_settings(variables)
-
-
-def _accelerator() -> str:
-    """The devices that jax would use here: "CPU", "NVIDIA GPU" or "TPU"."""
-    # Read from /dev, because asking jax would start its backend.
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return "CPU"
-    names = {p.name for p in Path("/dev").glob("*")} if Path("/dev").is_dir() else set()
-    if any(re.fullmatch(r"nvidia\d+", name) for name in names):
-        return "NVIDIA GPU"
-    has_tpu = any(re.fullmatch(r"accel\d+|vfio", name) for name in names)
-    # /dev/vfio is there for other devices, too.
-    return "TPU" if has_tpu and installed_version("libtpu") else "CPU"
 
 
 def _digest(data: bytes) -> str:

@@ -144,19 +144,16 @@ class FileRows:
     JSON object a line, or Parquet.
     Example: `FileRows("train.jsonl", "held_out.jsonl").train[0]` is the first line's object."""
 
+    # conf/task/jsonl.yaml explains each setting
     # File to train on, .jsonl or .parquet, or hub:org/name:config:split. null has none.
     train_file: str | None
     # File to evaluate with. null holds out rows of train_file.
     held_out_file: str | None = None
-    # For a malformed row: raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
     # What makes the example of a row by its method check(row). null takes the row itself.
     checker: RowChecker | None = None
-    # One row in so many is held out where held_out_file is null: 10 are a tenth.
     held_out_every: int = 10
-    # Columns with other names in the file, such as {question: problem}. null has none.
     fields: dict[str, str] | None = None
-    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
     max_rows: int | None = None
 
     def __post_init__(self):
