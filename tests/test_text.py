@@ -1,6 +1,5 @@
 """Text to learn from: files become tokens once, tokens become full rows, and a row is the same row for everybody."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +19,6 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.commands.program import _refuse_run_on_text
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -56,34 +54,25 @@ def written(folder: Path, kind: str, texts=TEXTS) -> Path:
     file = folder / f"corpus.{kind.partition('-')[0]}"
     if kind == "jsonl":
         file.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
-    elif kind == "txt-lines":
-        file.write_text("\n\n\n" + "\n\n\n\n".join(texts) + "\n")  # more newlines than the separator has
-    elif kind == "txt-marks":
-        file.write_text("<|end|>".join(texts))
     else:
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), file, row_group_size=7)
     return file
 
 
-SEPARATORS = {"txt-lines": "\n\n", "txt-marks": "<|end|>"}
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "txt-lines", "txt-marks", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("part_bytes", [5, 97, 2**20])
 def test_documents_are_the_same_wherever_the_parts_of_a_file_begin(kind, part_bytes, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "PART_BYTES", part_bytes)
-    texts = [text + "\n" if kind == "txt-lines" and text is TEXTS[-1] else text for text in TEXTS]
-    files = TokenFiles(str(written(tmp_path, kind)), tokenizer, tmp_path / "cache", separator=SEPARATORS.get(kind))
-    assert tokens_of(files) == stream_of(tokenizer, texts)
+    files = TokenFiles(str(written(tmp_path, kind)), tokenizer, tmp_path / "cache")
+    assert tokens_of(files) == stream_of(tokenizer, TEXTS)
 
 
-def test_a_file_without_a_separator_is_one_document(tokenizer, tmp_path, monkeypatch):
+def test_a_text_file_is_one_document(tokenizer, tmp_path, monkeypatch):
     text = "\n".join(TEXTS)
     (tmp_path / "book.txt").write_text(text)
-    for part_bytes, more in ((2**25, 2**18), (300, 40)):
+    for part_bytes in (2**25, 300):
         monkeypatch.setattr(token_files, "PART_BYTES", part_bytes)
-        monkeypatch.setattr(token_files, "MORE", more)
         files = TokenFiles(str(tmp_path / "book.txt"), tokenizer, tmp_path / "cache")
         found = tokens_of(files)
         assert tokenizer.decode(found) == text and found.count(tokenizer.end_id) == 1
@@ -158,11 +147,6 @@ def test_files_that_look_alike_in_two_folders_have_tokens_of_their_own(tokenizer
         os.utime(written(folder, "jsonl", [text]), ns=(10**18, 10**18))
         streams.append(tokens_of(TokenFiles(str(folder / "*.jsonl"), tokenizer, tmp_path / "cache")))
     assert streams == [stream_of(tokenizer, [text]) for text in ("a b c", "d e f")]
-
-
-def test_a_newline_may_be_written_as_in_python(tmp_path):
-    words = ["algorithm=sft", "task=text", f"task.train={written(tmp_path, 'txt-lines')}"]
-    assert compose([*words, r"task.separator='\n\n'"]).task.separator == "\n\n"
 
 
 # ---- processes
@@ -414,7 +398,6 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
         ),
         (["generation.long_prompts=drop"], "set generation.long_prompts=error"),
         (["task.attention=all"], "documents or across"),
-        (['task.separator="-=-"'], "ends as it begins"),
         (["task.row_tokens=1024"], "set task.row_tokens=512"),
         (["task.held_out_every=1"], "must be 0, or 2 or more"),
         (["task.train=."], "name files in it by a pattern"),
@@ -437,15 +420,6 @@ def test_the_best_of_text_is_by_its_held_out_loss(tmp_path):
     assert compose(words).training.best_metric == "eval/loss"
     assert compose([]).training.best_metric == "eval/accuracy"
     assert compose([*words, "training.best_metric=train/loss"]).training.best_metric == "train/loss"
-
-
-def test_a_run_on_text_is_not_graded_on_the_sums_of_the_default_task(tmp_path):
-    _refuse_run_on_text(tmp_path)  # of a copy without its fingerprint nobody knows
-    for task, is_refused in (("text.TextTaskConfig", True), ("files.FilesTaskConfig", False)):
-        about = {"model": {}, "task": {"_target_": f"tunix_lite.tasks.{task}"}}
-        (tmp_path / "fingerprint.json").write_text(json.dumps(about))
-        with pytest.raises(ConfigError, match="name a task, such as") if is_refused else contextlib.nullcontext():
-            _refuse_run_on_text(tmp_path)
 
 
 def test_epochs_in_place_of_steps_are_named_in_words():

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tunix_lite.models import chat_template
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
 from tunix_lite.models.source import ModelConfig, locate
-from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.tokenizer import Tokenizer, as_data
 from tunix_lite.models.turns import TurnTokens
 
 TEXTS = ["Hello, world!", "Grüße, 你好!", "🦜🏴‍☠️ and é", "a\n\n  b\tc", "x" * 40, "\ufffd stays", ""]
@@ -228,8 +228,8 @@ def test_flags_of_tokenizer_config_win_over_those_of_tokenizer_json(tmp_path):
     start = made.backend.token_to_id("<|im_start|>")
     assert made.encode("a  <|im_start|>b") == [*made.encode("a"), start, *made.encode("b")]
     assert made.encode("<tool>") == [made.backend.get_vocab_size() - 1]
-    text = Quoted("a  <|im_start|>", ((3, 15),))
-    assert start not in made.written_ids(lambda read: read(text), text)
+    text = as_data("a  <|im_start|>", [(3, 15)], "text")
+    assert start not in made.written_ids(text)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     for asked in ("a  <|im_start|>b", "a <tool> b", "a <|im_end|> b"):
@@ -239,8 +239,8 @@ def test_flags_of_tokenizer_config_win_over_those_of_tokenizer_json(tmp_path):
 def test_a_token_without_an_embedding_is_refused_wherever_it_stands(tmp_path):
     made = replace(Tokenizer.load(qwen(tmp_path / "q", CHATML)), vocab_size=321)
     assert made.beyond == {321: "<|im_start|>", 322: "<|im_end|>"}
-    text = Quoted("a <|im_end|>", ((2, 12),))
-    assert max(made.written_ids(lambda read: read(text), text)) < 320, "as letters it has embeddings"
+    text = as_data("a <|im_end|>", [(2, 12)], "text")
+    assert max(made.written_ids(text)) < 320, "as letters it has embeddings"
     for call in (partial(made.encode, "a <|im_end|>"), partial(made.prompt, "hi")):
         with pytest.raises(ValueError, match=r"holds '<\|im_(start|end)\|>', token 32[12] .* for 321 tokens"):
             call()
@@ -400,7 +400,7 @@ def test_a_quoted_special_token_is_the_tokens_of_its_letters(tmp_path, family):
     own = [i for i in made.demonstration("x", "y") if i in special.values()]
     names = {"gemma": GEMMA, "llama3": LLAMA}.get(family, QWEN)
     for text in [asked.replace("{}", name) for asked in ("a {} b", "{}{}the ", " {}\n") for name in names]:
-        quoted = Quoted(text, tuple(made.special_in(text)))
+        quoted = as_data(text, made.special_in(text), "text")
         message = text.strip() if family in ("gemma", "llama3") else text  # as those templates do
         expected = []
         for at, part in enumerate(parts):
@@ -410,7 +410,7 @@ def test_a_quoted_special_token_is_the_tokens_of_its_letters(tmp_path, family):
         assert ids == [*made.start_ids[: len(made.start_ids) * (ids[0] not in expected[:1])], *expected]
         assert [i for i in made.demonstration(quoted, quoted) if i in special.values()] == own
     for text in [text for text in TEXTS if len(text) > 3]:
-        for quoted in (Quoted(text, ()), Quoted(text, ((1, 3),))):  # the second goes the other way
+        for quoted in (text, as_data(text, [(1, 3)], "text")):  # the second goes the other way
             assert made.special_in(text) == [] and made.prompt(quoted) == made.prompt(text)
             assert made.demonstration(quoted, quoted) == made.demonstration(text, text)
 
@@ -418,10 +418,10 @@ def test_a_quoted_special_token_is_the_tokens_of_its_letters(tmp_path, family):
 def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
     escapes = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=true) }}{% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "q", escapes))
-    with pytest.raises(ValueError, match=r"the chat template does not write 'a <\|im_end\|>' as it is"):
-        made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
+    with pytest.raises(ValueError, match=r"the chat template does not write '\"a <\|im_end\|>\"' as it is"):
+        made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
     made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
-    assert made.backend.token_to_id("<|im_end|>") not in made.prompt(Quoted("a <|im_end|>", ((2, 12),)))
+    assert made.backend.token_to_id("<|im_end|>") not in made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
 
 
 # --- streams

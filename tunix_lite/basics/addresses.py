@@ -26,8 +26,7 @@ def check_on_disk(name: str, path: object) -> None:
 
 
 def check_place(name: str, path: object) -> None:
-    """Raises ValueError if the value of the setting `name` is an address that is not of a bucket.
-    Values but text pass."""
+    """Raises ValueError if the setting `name` is an address of no bucket. Values but text pass."""
     if isinstance(path, str) and is_address(path):
         try:
             place_here(path)
@@ -41,8 +40,7 @@ def is_address(path: str) -> bool:
 
 
 def copies() -> Path:
-    """The folder in which addresses have their places: that of TUNIX_LITE_BUCKETS, or
-    ~/.cache/tunix_lite/buckets."""
+    """The folder of all places: TUNIX_LITE_BUCKETS, or ~/.cache/tunix_lite/buckets."""
     return (
         Path(os.environ.get(COPIES) or "~/.cache/tunix_lite/buckets").expanduser().absolute()
     )

@@ -45,8 +45,7 @@ class Best:
     values: dict[int, float] = field(default_factory=dict)
 
     def take(self, step: int, value: float) -> bool:
-        """Takes the value of a step. Returns whether it is a new best; one that is not finite is
-        none."""
+        """Takes the value of a step. Returns whether it is a new best, which is a finite one."""
         sign = -1 if self.is_lower_better else 1
         is_new = math.isfinite(value) and not sign * value <= sign * self.value
         if math.isfinite(value):
@@ -58,15 +57,13 @@ class Best:
         return is_new
 
     def first(self, count: int, steps: Iterable[int] | None = None) -> list[int]:
-        """At most `count` of these steps, the best first, and of equals the earlier; None: of
-        all."""
+        """At most `count` of these steps, or of all: the best first, and of equals the earlier."""
         sign = 1 if self.is_lower_better else -1
         among = self.values if steps is None else self.values.keys() & {*steps}
         return sorted(among, key=lambda step: (sign * self.values[step], step))[:count]
 
     def ended_by(self, patience: int | None) -> str:
-        """Tells why the run ends here; "": it goes on. patience: measurements without a new best
-        that end it; None: none do."""
+        """Tells why the run ends here; "": it goes on. patience: measurements; None: no end."""
         if patience is None or self.since < patience:
             return ""
         at = "was never a number"

@@ -2,6 +2,7 @@
 new files of that place to the bucket. gcsfs and s3fs do the transfers."""
 
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import functools
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tunix_lite.basics.addresses import COPIES, STORES, address_of, copies, place_here
 from tunix_lite.basics.locks import is_held, lock_owner
-from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.plain_text import reason_of, shown
 
 if TYPE_CHECKING:
     import fsspec
@@ -55,17 +56,18 @@ def store_of(place: Path) -> tuple["fsspec.AbstractFileSystem", str]:
 
 
 @contextlib.contextmanager
-def explained(place: Path) -> Iterator[None]:
-    """Inside, errors of a store become ValueError, with the address."""
+def explained(place: Path, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Inside, errors of a store become ValueError with the address, or OSError of the place."""
     try:
         yield
-    except ValueError:
-        raise
     # What the stores raise is not known here.
     except Exception as error:
-        line, *_ = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {line[:300]}"
-        raise ValueError(f"{address_of(place)} cannot be reached ({why})") from error
+        text = str(error)
+        if not isinstance(error, ValueError):
+            why = f"{type(error).__name__}: {reason_of(error)}"
+            text = f"{address_of(place)} cannot be reached ({why})"
+        details = (text,) if kind is ValueError else (errno.EREMOTEIO, text, str(place))
+        raise kind(*details) from error
 
 
 def bring(

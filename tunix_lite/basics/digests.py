@@ -20,8 +20,7 @@ MOST_BYTES = 2**28
 
 
 def write_digests(folder: Path, but: Collection[str] = ()) -> None:
-    """Writes digests.json: size and digest of every file in the folder but these. Raises
-    OSError."""
+    """Writes digests.json: size and digest of all files but these. Raises OSError."""
     paths = [
         file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
     ]
@@ -43,8 +42,7 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
-    """Reads digests.json: name -> (bytes, digest). None without it. Raises ValueError if it is
-    damaged."""
+    """Reads digests.json: name -> (bytes, digest); None without it. ValueError: it is damaged."""
     # A link to nowhere is there, too, and is damage.
     if not os.path.lexists(folder / NAME):
         return None
@@ -63,8 +61,7 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
 def changed_files(
     folder: Path, recorded: dict[str, tuple[int, str]], names: Iterable[str]
 ) -> list[str]:
-    """Lists the files of these names that have changed since they were written, each with its
-    damage."""
+    """Lists the files of these names that have changed, each with its damage."""
 
     def compare(name: str) -> str | None:
         size, digest = recorded[name]

@@ -9,8 +9,7 @@ LOCK = ".lock"
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process has the lock of a folder; None: it was never locked, or that cannot be
-    seen."""
+    """Whether a process has the lock of a folder; None: that cannot be seen, or none ever had."""
     try:
         with (folder / LOCK).open() as file:
             # A shared lock is refused while a run has its own, and is gone with the file.

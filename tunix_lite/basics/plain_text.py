@@ -65,8 +65,7 @@ def encodable(text: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """`repr` of a row or a text in one line, cut after SHOWN characters, with its length if it is
-    cut."""
+    """`repr` of a row or a text in one line; if SHOWN characters are too few, with its length."""
     is_text = type(value) is str
     # Cut first, as `repr` would copy all of a long text.
     written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")
@@ -92,6 +91,15 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception as second:
         return f"<its text cannot be read: str() raised {type(second).__name__}>"
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of the error that caused this one, without the details of tensorstore; of one
+    without words its type."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[0]
+    return (text.splitlines() or [type(error).__name__])[0][:300]
 
 
 def escaped(text: str, most: int = 120) -> str:

@@ -42,21 +42,30 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in a text. name: where the text is from, for the message of a ValueError."""
-    deep = (
-        f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
-    )
     try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError(deep) from None
+        content = parse_json(text, MOST_DEPTH)
     except ValueError as error:
-        raise ValueError(f"{name} is not JSON ({error})") from error
+        raise ValueError(f"{name} is {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name} does not hold an object")
-    # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
-    if text.count("[") + text.count("{") > MOST_DEPTH and is_deeper(content, MOST_DEPTH):
-        raise ValueError(deep)
     return content
+
+
+def parse_json(text: str, most: int) -> Any:
+    """The value in a text of JSON. Raises ValueError, as the end of a sentence, also for more than
+    `most` lists and objects in one another."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        # JSONDecodeError, or an integer of more than 4300 digits
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError:
+        value = None
+    # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
+    could_be = text.count("[") + text.count("{") > most
+    if could_be and (value is None or is_deeper(value, most)):
+        raise ValueError(f"nested too deep: more than {most} lists and objects in one another")
+    return value
 
 
 def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
@@ -78,8 +87,7 @@ def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
 def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
-        # Looks for aliases, and goes to the first place that is nested too deep: the rest may take
-        # minutes.
+        # Ends at the first alias or place that is nested too deep: the rest may take minutes.
         depth = 0
         for event in yaml.parse(text, _SAFE):
             if isinstance(event, yaml.events.AliasEvent):

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import shortened, visible
+from tunix_lite.basics.untrusted import parse_json
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.inference.language_model import Completion, LanguageModel, Prompt
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.tasks.row_files import json_of, lines_of
+from tunix_lite.tasks.row_files import DEEPEST, lines_of
 from tunix_lite.tracking.progress import SHORT_SECONDS, Progress, StandardError, after
 
 
@@ -210,7 +211,7 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
     for number, line in lines:
         where = f"prompts={file}, line {number}"
         try:
-            row = json_of(line)
+            row = parse_json(line, DEEPEST)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         # a line that is only a text is a prompt, too

@@ -60,8 +60,7 @@ class Agreement:
 
 
 def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
-    """This process: packages, code, kind of devices, compiler variables and `settings`. folder: of
-    the run."""
+    """This process: packages, code, devices, compiler variables, settings, the run's folder."""
     # Plugins are compared only between the machines that have them.
     versions = {name: installed_version(name) for name in (*_PACKAGES, *_PLUGINS)}
     values = {f"package {name}": version for name, version in versions.items() if version}
@@ -72,15 +71,23 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
     values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
-    values["accelerator"] = _accelerator()
+    # Read from /dev, because asking jax would start its backend.
+    accelerator = "CPU"
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        names = {p.name for p in Path("/dev").glob("*")}
+        # /dev/vfio is there for other devices, too.
+        if any(re.fullmatch(r"accel\d+|vfio", name) for name in names):
+            accelerator = "TPU" if installed_version("libtpu") else "CPU"
+        if any(re.fullmatch(r"nvidia\d+", name) for name in names):
+            accelerator = "NVIDIA GPU"
+    values["accelerator"] = accelerator
     values |= _compiler_variables(os.environ)
     values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
 
 
 def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Nested settings as texts by dotted names; of an absolute path the last part: `/data/gemma` is
-    `gemma`."""
+    """Nested settings as texts by dotted names; `/data/gemma`, an absolute path, is `gemma`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
@@ -119,8 +126,7 @@ def digests_of_code(settings: object) -> dict[str, str]:
 
 
 def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of jax and XLA that may change compiled programs, each flag by
-    itself."""
+    """The variables of jax and XLA that may change compiled programs, each flag by itself."""
     variables = {}
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
@@ -132,19 +138,6 @@ def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
     # Paths among them may differ between hosts, as those of settings may.
     return _flatten_settings(variables)
-
-
-def _accelerator() -> str:
-    """The devices that jax would use here: "CPU", "NVIDIA GPU" or "TPU"."""
-    # Read from /dev, because asking jax would start its backend.
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return "CPU"
-    names = {p.name for p in Path("/dev").glob("*")} if Path("/dev").is_dir() else set()
-    if any(re.fullmatch(r"nvidia\d+", name) for name in names):
-        return "NVIDIA GPU"
-    has_tpu = any(re.fullmatch(r"accel\d+|vfio", name) for name in names)
-    # /dev/vfio is there for other devices, too.
-    return "TPU" if has_tpu and installed_version("libtpu") else "CPU"
 
 
 def _digest(data: bytes) -> str:
@@ -191,8 +184,7 @@ def enumerate_names(names: list[str]) -> str:
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
-    """The error message for processes that differ, with the remedy; None if they agree. everyone:
-    by id."""
+    """The error, with the remedy, if processes differ; None if they agree. everyone: by id."""
     # Who lacks a value is not compared in it, but an unset variable is a difference.
     unset = {}
     for info in everyone.values():

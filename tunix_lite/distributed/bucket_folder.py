@@ -3,7 +3,6 @@ works in the folder's place on this machine; an object says that it does (a leas
 is copied. A checkpoint is copied before it gets its name, and its last object makes it whole."""
 
 import contextlib
-import errno
 import json
 import sys
 import threading
@@ -28,8 +27,7 @@ _HELD: dict[Path, "BucketFolder"] = {}
 
 
 def held_bucket(path: Path) -> "BucketFolder | None":
-    """The folder in a bucket that this process has and that this path is in; None: there is
-    none."""
+    """The folder in a bucket that this process has and this path is in, if there is one."""
     return next((held for place, held in _HELD.items() if path.is_relative_to(place)), None)
 
 
@@ -86,8 +84,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _repeated(seconds: float, work: Callable[[], None]) -> Iterator[None]:
-    """Inside, a thread works every so many seconds. What fails is tried again: a save will raise
-    what lasts."""
+    """Inside, a thread works every so many seconds. A save will raise what fails for long."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -192,7 +189,7 @@ class BucketFolder:
 
     def check(self) -> None:
         """Raises OSError if another run has the folder now, or the store cannot be reached."""
-        with self._as_os_error():
+        with explained(self.place, OSError):
             number, lease = self._newest()
             if number != self._number:
                 self.lost = (
@@ -205,18 +202,8 @@ class BucketFolder:
         """Gives a sign of life, or leaves the folder to others. Raises OSError as `check`."""
         self.check()
         self._beats += 1
-        with self._as_os_error():
+        with explained(self.place, OSError):
             self._write(is_held)
-
-    @contextlib.contextmanager
-    def _as_os_error(self) -> Iterator[None]:
-        """Inside, errors of the store become OSError of the folder, which end a run with the
-        remedy."""
-        try:
-            with explained(self.place):
-                yield
-        except ValueError as error:
-            raise OSError(errno.EREMOTEIO, str(error), str(self.place)) from error
 
     # ---- its files
 
@@ -224,7 +211,7 @@ class BucketFolder:
         """Copies the files that have changed, and removes checkpoints that orbax has removed here,
         or that a dead run has left unfinished. Raises OSError as `check`."""
         self.check()
-        with self._copying, self._as_os_error():
+        with self._copying, explained(self.place, OSError):
             changed = {}
             for file in sorted(self.place.rglob("*")):
                 name = file.relative_to(self.place).as_posix()
@@ -261,18 +248,18 @@ class BucketFolder:
         name = f"{step.relative_to(self.place).as_posix()}/"
         files = [file for file in half.rglob("*") if file.is_file()]
         there = [f"{self._root}/{name}{file.relative_to(half).as_posix()}" for file in files]
-        with self._as_os_error():
+        with explained(self.place, OSError):
             if is_all:
                 self._remove(name)
             self._fs.put([*map(str, files)], there)
         self.check()
         if is_all:
-            with self._as_os_error():
+            with explained(self.place, OSError):
                 self._fs.pipe_file(f"{self._root}/{name}{WHOLE}", b"all files are here")
 
     def clear(self, folder: Path) -> None:
         """Removes the checkpoints below a folder of the place. Raises OSError as `check`."""
-        with self._as_os_error():
+        with explained(self.place, OSError):
             self._remove(f"{folder.relative_to(self.place).as_posix()}/")
 
     def _remove(self, step: str) -> None:

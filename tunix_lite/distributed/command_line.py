@@ -22,8 +22,7 @@ def conf_dir() -> Path:
 
 
 def _setting_given(key: str, words: list[str]) -> str | None:
-    """The value of a setting on a command line, without quotes; None if it is not given. key: a
-    regular expression."""
+    """The value of a setting on a command line, unquoted; None: none. key: a pattern."""
     # Hydra takes +key and ++key as well.
     matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
     texts = [match[1].strip() for match in matches if match]

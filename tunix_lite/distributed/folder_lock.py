@@ -116,8 +116,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def bring_for_all(folder: Path) -> None:
-    """Brings a run's folder from its bucket, if it lies in one. Raises ValueError on all
-    processes."""
+    """Brings a run's folder from its bucket, if it lies in one. ValueError is raised on all."""
     if address_of(folder) is not None:
         join.agree({}, _problem_of_bringing(folder))
 

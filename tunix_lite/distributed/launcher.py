@@ -54,8 +54,7 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
-    wrong."""
+    """The command `tunix-lite launch`; exits, with 2 if arguments or settings are wrong."""
     # All that can be wrong is found before a process is started.
     try:
         nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
@@ -208,8 +207,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
 
 
 class _Failure(NamedTuple):
-    """The end of a run that failed: what to print, "" if a process has printed it, and the exit
-    code."""
+    """How a run failed: what to print ("": a process has printed it), and the exit code."""
 
     text: str
     code: int
@@ -294,32 +292,54 @@ class _Attempt:
         return settings
 
     def watch(self) -> _Failure | None:
-        """Waits until all processes have ended; None: all succeeded. If one fails or stalls, ends
-        the others."""
-        while not self._signals:
-            running = self._running()
+        """Waits until all processes have ended; None: all succeeded, or stopped when they were
+        asked to. If one fails or stalls, ends the others."""
+        until = math.inf
+        stalled = None
+        told = 0
+        while (left := self._running()) and time.monotonic() < until:
+            # The first signal is sent on, once: two would cut a save off. The second ends all.
+            if len(self._signals) > 1:
+                break
+            if self._signals and not told:
+                told = self._signals[0]
+                until = math.inf
+                for process in self.processes:
+                    process.send_signal(told)
             failed = self._failed()
-
+            if not failed and (stalled := self._stalled()):
+                break
+            if failed and not (told or all(process.is_victim() for process in failed)):
+                break
             # While all that failed only report a lost peer, that one is probably about to end here.
-            deadline = time.monotonic() + _CAUSE_ENDS_WITHIN
-            while failed and running and time.monotonic() < deadline:
-                if not all(process.is_victim() for process in failed):
-                    break
-                time.sleep(POLL)
-                running = self._running()
-                failed = self._failed()
-
-            failure = _blamed(failed)
-            if not running:
-                return failure
-            if failure := failure or self._stalled():
-                return self._end_others(failure)
+            if failed and until == math.inf:
+                until = time.monotonic() + (GRACE if told else _CAUSE_ENDS_WITHIN)
             time.sleep(POLL)
-        return self._stop()
+
+        # A process that the signal ended at once takes others with it: they lost a peer.
+        failed = self._failed()
+        early = [process for process in failed if told and process.returncode in _BY_SIGNAL]
+        guilty = [p for p in failed if p not in early and not (early and p.is_victim())]
+        failure = stalled or _blamed(guilty)
+        began = time.monotonic()
+        is_stopped = told and stalled is None
+        self.end(0.0 if is_stopped else GRACE)
+        end = ""
+        if is_stopped and left and len(self._signals) == 1:
+            end = (
+                f"\n{' and '.join(map(str, left))}: still running {GRACE:g} s later, and ended"
+            )
+        elif not is_stopped and left and len(self.processes) > 1:
+            end = f"\nthe others were ended in {time.monotonic() - began:.1f} s"
+        if failure is not None:
+            return _Failure(failure.text and failure.text + end, failure.code)
+        if not (told and (left or failed)):
+            return None
+        number = self._signals[-1]
+        return _Failure(f"stopped by {signal.Signals(number).name}{end}", 128 + number)
 
     def end(self, grace: float) -> None:
-        """Ends all that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a new
-        signal."""
+        """Ends all: SIGTERM, then SIGKILL after `grace` seconds, or at a new signal."""
         deadline = time.monotonic() + grace
         signals_before = len(self._signals)
         if grace > 0:
@@ -341,49 +361,6 @@ class _Attempt:
     def _failed(self) -> list["_Process"]:
         """Those that had failed at the last look."""
         return [process for process in self.processes if process.returncode]
-
-    def _end_others(self, failure: _Failure) -> _Failure:
-        """Ends the other processes after a failure, and adds to its text how long that took."""
-        began = time.monotonic()
-        self.end(GRACE)
-        if len(self.processes) == 1 or not failure.text:
-            return failure
-        seconds = time.monotonic() - began
-        return _Failure(
-            f"{failure.text}\nthe others were ended in {seconds:.1f} s", failure.code
-        )
-
-    def _stop(self) -> _Failure | None:
-        """After the first signal: sends it on, and waits while the processes stop by themselves."""
-        # If one fails, the others have GRACE seconds more. A second signal ends all at once. The
-        # first is not sent twice, as that would stop the processes in the middle of saving.
-        deadline = math.inf
-        for process in self.processes:
-            process.send_signal(self._signals[-1])
-        while left := self._running():
-            if len(self._signals) > 1 or time.monotonic() >= deadline:
-                break
-            if deadline == math.inf and self._failed():
-                deadline = time.monotonic() + GRACE
-            if deadline == math.inf and (failure := self._stalled()):
-                return self._end_others(failure)
-            time.sleep(POLL)
-
-        # A process that the signal ended at once takes others with it: they lost a peer.
-        early = [process for process in self.processes if process.returncode in _BY_SIGNAL]
-        failed = [process for process in self._failed() if process not in early]
-        failure = _blamed([p for p in failed if not (early and p.is_victim())])
-        too_late = ""
-        if left and len(self._signals) == 1:
-            names = " and ".join(map(str, left))
-            too_late = f"\n{names}: still running {GRACE:g} s later, and ended"
-        self.end(0.0)
-        if failure is not None:
-            return _Failure(failure.text and failure.text + too_late, failure.code)
-        if not (left or early or failed):
-            return None
-        number = self._signals[-1]
-        return _Failure(f"stopped by {signal.Signals(number).name}{too_late}", 128 + number)
 
     def _stalled(self) -> _Failure | None:
         """The failure of a run whose processes have all been silent too long; None: not so."""
@@ -464,8 +441,7 @@ class _Process(subprocess.Popen):
         # Without it, the last lines of a process that is killed would be lost.
         own = {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         output = {"stdout": self._file, "stderr": subprocess.STDOUT}
-        # What the first one says goes to the screen and to its log, where a lost peer is
-        # looked for.
+        # What the first one says goes to the screen, too; a lost peer is looked for in the log.
         if index == 0:
             output = {"stderr": subprocess.PIPE}
         super().__init__(

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import ipaddress
 import json
-import queue
 import socket
 import sys
 import threading
@@ -33,8 +32,6 @@ _NEXT_LINE = 30
 _MESSAGE_SECONDS = 5
 # Seconds between two looks at what the connections have sent.
 _ACCEPT_SECONDS = 0.05
-# (process id, number of processes, what the process is)
-_Report = tuple[int, int, ProcessInfo]
 # What a message of a stranger raises when it is read. ValueError: it is no JSON, or no text.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -116,14 +113,43 @@ def _call_roll(
     port = server.getsockname()[1]
     count = place.num_processes
     came = {0: own}
-    # the newest connection of each process, and all that wait for an answer
-    newest: dict[int, socket.socket] = {}
-    connections: list[socket.socket] = []
-    heard: queue.SimpleQueue[tuple[socket.socket, _Report | None]] = queue.SimpleQueue()
-    has_noted_stranger = False
-    error = absent = None
-    while len(came) < count and error is None and absent is None:
-        missing = [str(p) for p in range(count) if p not in came]
+    # those that wait for an answer, each with the thread that hears it
+    connections: dict[socket.socket, threading.Thread] = {}
+    errors: list[str] = []
+    strangers: list[BaseException] = []
+
+    def hear(connection: socket.socket) -> None:
+        """Notes the report of a connection, until the other side hangs up."""
+        with connection:
+            try:
+                process, its_count, about = _read_report(connection)
+            except _UNREADABLE as problem:
+                strangers.append(problem)
+                if len(strangers) == 1:
+                    stranger = f"a connection to port {port} is not from this run"
+                    waiting.say(f"process 0: {stranger}, and is ignored")
+                return
+            connections[connection] = threading.current_thread()
+            if its_count != count:
+                errors.append(
+                    f"process {process} ({about.host}) was started as one of {its_count} "
+                    f"processes, process 0 ({own.host}) as one of {count}: give all the same number"
+                )
+            elif came.setdefault(process, about) is not about:
+                errors.append(
+                    f"two processes say that they are process {process} ({came[process].host} and "
+                    f"{about.host}): numbers count through all machines, so on the second of two "
+                    "with 4 processes each the first is 4"
+                )
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+            # It may be started again, and then comes as a new one.
+            if came.get(process) is about:
+                del came[process]
+
+    absent = None
+    while len(everyone := dict(came)) < count and not errors and absent is None:
+        missing = [str(p) for p in range(count) if p not in everyone]
         waiting.show(f"process 0 waits at port {port} for {len(missing)} of {count} processes")
         if waiting.left <= 0:
             absent = (
@@ -133,94 +159,50 @@ def _call_roll(
                 f"(ours is from {place.source}), and that no firewall is between them; "
                 "processes are counted, not devices. launch.timeout=SECONDS waits longer"
             )
-
         # Each connection has a thread: a slow process or a stranger holds up nobody else.
         try:
             connection, _ = server.accept()
-            threading.Thread(target=_hear, args=(connection, heard), daemon=True).start()
+            threading.Thread(target=hear, args=(connection,), daemon=True).start()
         except TimeoutError:
             pass
         except OSError:
             # The connection is gone again, or too many files are open.
             time.sleep(_ACCEPT_SECONDS)
-        while not heard.empty():
-            connection, report = heard.get()
-            if report is None:
-                if not has_noted_stranger:
-                    stranger = f"a connection to port {port} is not from this run"
-                    waiting.say(f"process 0: {stranger}, and is ignored")
-                has_noted_stranger = True
-                continue
-            connections.append(connection)
-            process, its_count, about = report
-            if its_count != count:
-                error = error or (
-                    f"process {process} ({about.host}) was started as one of {its_count} "
-                    f"processes, process 0 ({own.host}) as one of {count}: give all the same number"
-                )
-            # A process that came before and is gone was started again: the new one takes its place.
-            elif process not in came or (process in newest and _is_gone(newest[process])):
-                came[process] = about
-                newest[process] = connection
-            else:
-                error = error or (
-                    f"two processes say that they are process {process} ({came[process].host} and "
-                    f"{about.host}): numbers count through all machines, so on the second of two "
-                    "with 4 processes each the first is 4"
-                )
 
     # All of them get the same answer, so all of them end with the same error.
-    error = error or absent or mismatch_error(came)
-    agreed = Agreement([came[p].host for p in sorted(came)], own.folder)
+    error = next(iter(errors), absent) or mismatch_error(everyone)
+    agreed = Agreement([everyone[p].host for p in sorted(everyone)], own.folder)
     answer = {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)}
-    for connection in connections:
+    waiting_for_answer = dict(connections)
+    for connection in waiting_for_answer:
         with contextlib.suppress(OSError):
             connection.sendall(json.dumps(answer).encode() + b"\n")
     # Waits until the other side hangs up: then the port is free at once for jax.
-    for connection in connections:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(2)
-            connection.recv(1)
+    for thread in waiting_for_answer.values():
+        thread.join(2)
     if error:
         raise (ValueError if absent is None else NotMet)(error)
     return agreed
 
 
-def _hear(
-    connection: socket.socket, heard: "queue.SimpleQueue[tuple[socket.socket, _Report | None]]"
-) -> None:
-    """Reads the report of a connection, of which only types are checked; None: of a stranger, who
-    is hung up on."""
-    report = None
-    with contextlib.suppress(*_UNREADABLE):
-        connection.settimeout(_MESSAGE_SECONDS)
-        with connection.makefile("rb") as lines:
-            # A stranger may send without end.
-            message = json.loads(lines.readline(_LONGEST))
-        process = message[_HELLO]
-        count = message["num_processes"]
-        about = ProcessInfo(**message["about"])
-        texts = [about.host, *about.values.keys(), *about.values.values()]
-        is_text = all(isinstance(text, str) for text in texts)
-        # The type itself, as True would pass for the number 1.
-        is_number = type(process) is type(count) is int and 0 <= process < count
-        if is_text and is_number and isinstance(about.folder, str | None):
-            report = process, count, about
-    if report is None:
-        connection.close()
-    heard.put((connection, report))
-
-
-def _is_gone(connection: socket.socket) -> bool:
-    """Whether the other side has hung up."""
-    try:
-        connection.setblocking(False)
-        # Only looked at: what it has sent, if anything, does not matter here.
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    finally:
-        connection.settimeout(_MESSAGE_SECONDS)
+def _read_report(connection: socket.socket) -> tuple[int, int, ProcessInfo]:
+    """The report of a connection: (process id, number of processes, what the process is). Raises
+    one of _UNREADABLE for a stranger's; only types are checked."""
+    connection.settimeout(_MESSAGE_SECONDS)
+    with connection.makefile("rb") as lines:
+        # A stranger may send without end.
+        message = json.loads(lines.readline(_LONGEST))
+    process = message[_HELLO]
+    count = message["num_processes"]
+    about = ProcessInfo(**message["about"])
+    texts = [about.host, *about.values.keys(), *about.values.values()]
+    is_text = all(isinstance(text, str) for text in texts)
+    # The type itself, as True would pass for the number 1.
+    is_number = type(process) is type(count) is int and 0 <= process < count
+    if not (is_text and is_number and isinstance(about.folder, str | None)):
+        raise ValueError("no report of a process")
+    connection.settimeout(None)
+    return process, count, about
 
 
 def is_loopback(host: str) -> bool:

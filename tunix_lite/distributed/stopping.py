@@ -44,8 +44,7 @@ def job_start_time(environ: Mapping[str, str]) -> float:
 
 
 class StopRun(BaseException):
-    """Ends the run on all of its processes. A BaseException, so that no `except Exception` catches
-    it."""
+    """Ends the run on all of its processes. No `except Exception` catches it."""
 
 
 class Stopping:
@@ -60,8 +59,7 @@ class Stopping:
         passed: float = 0.0,
         grace: float = 30.0,
     ):
-        """max_minutes: None: no limit; `passed` seconds of it are over. say: prints a line about a
-        signal."""
+        """max_minutes: None: no limit; `passed` seconds of it are over. say: prints a line."""
         # Set by the loop: whether the state is that of a whole step, so that the run may stop now.
         self.may_stop = False
         # Set by the loop: whether there is a step to save that this run has made.
@@ -180,8 +178,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
-        """A context around an UPDATE or a COMPILATION. times: of them left before the run may
-        stop."""
+        """A context around an UPDATE or a COMPILATION. times: of them before the run may stop."""
         began = time.monotonic()
         self._under_way = what
         self._likely_end = began + times * self._update_seconds
@@ -225,8 +222,7 @@ class Stopping:
         self.stop_if(bool(is_signalled))
 
     def check_before_update(self) -> None:
-        """Raises StopRun on all processes if one was asked to stop, or an update would end too
-        late."""
+        """Raises StopRun on all processes if one is to stop, or an update would end too late."""
         if self.may_stop:
             asked = self._signal_name is not None or self._is_too_late(self._update_seconds)
             if jax.process_count() > 1:

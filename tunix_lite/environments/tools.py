@@ -37,20 +37,13 @@ class ToolEnvironment:
     Example: ToolEnvironment(tools=(calculator,)) answers the call calculator(expression="2 + 2")
     with "4"."""
 
-    # Functions with type hints and a docstring, by their dotted paths.
+    # conf/task/calculator.yaml explains each setting
     tools: tuple[Callable, ...]
-    # Function (completion, example) -> number for the answer. null leaves it to task.rewards.
     reward: Callable | None = None
-    # Calls in a conversation, at most. Parallel ones count each.
     max_calls: int = 8
-    # Role of the messages with results: tool, user where the chat template knows no tools, or
-    # assistant, which puts results into the model's own text.
     role: str = "tool"
-    # How a result is written, where {result} stands for it.
     result: str = "{result}"
-    # Characters of a result that the model reads.
     max_result: int = 2000
-    # Function (completion) -> calls, for a form of your own.
     calls: Callable = calls_in
 
     def __post_init__(self):

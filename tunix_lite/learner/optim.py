@@ -91,13 +91,10 @@ class OptimizerConfig(LearningRateConfig):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default.
     Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`."""
 
-    # Decay of the running mean of gradients.
+    # conf/optimizer/default.yaml explains each setting
     beta1: float = 0.9
-    # Decay of the running mean of squared gradients.
     beta2: float = 0.99
-    # Added to the root of the mean squared gradient.
     eps: float = 1e-8
-    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
     weight_decay: float = 0.0
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
@@ -117,20 +114,15 @@ class AdafactorConfig(LearningRateConfig):
     """Adafactor (arXiv:1804.04235): the mean of squared gradients as one row and one column of a
     matrix, so that it takes next to no memory. Norms and scales are those of a layer's matrix."""
 
+    # conf/optimizer/adafactor.yaml explains each setting
     NAME: ClassVar[str] = "adafactor"
     TIMES_ADAMW: ClassVar[float] = 25.0
 
-    # At step t, the mean of squared gradients decays by 1 - t^-decay_rate.
     decay_rate: float = 0.8
-    # The update of a matrix is clipped to this root mean square. 0 turns this off.
     clip_rms: float = 1.0
-    # true multiplies an update by the root mean square of its weights (at least 1e-3).
     scale_by_weights: bool = True
-    # Decay of a running mean of the updates. 0 keeps no mean and needs no memory for it.
     momentum: float = 0.0
-    # A matrix with a smaller second-largest dim keeps all of its squared gradients.
     min_dim_to_factor: int = 128
-    # Added to squared gradients.
     eps: float = 1e-30
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
@@ -168,25 +160,17 @@ class MuonConfig(LearningRateConfig):
     """Muon (Jordan 2024, arXiv:2502.16982): momentum whose matrix, of each layer, is made nearly
     orthogonal by Newton-Schulz steps. Embedding, head, norms and biases get AdamW."""
 
+    # conf/optimizer/muon.yaml explains each setting
     NAME: ClassVar[str] = "muon"
     TIMES_ADAMW: ClassVar[float] = 2.5
 
-    # Decay of the running mean of the gradients of a matrix.
     momentum: float = 0.95
-    # true adds the new gradient to the mean once more (Nesterov momentum).
     nesterov: bool = True
-    # Number of Newton-Schulz iterations.
     ns_steps: int = 5
-    # Root mean square of a matrix's update, 0.2 as in AdamW. null scales by sqrt(max(1, outputs /
-    # inputs)).
     rms: float | None = 0.2
-    # Decay of the mean of gradients in AdamW, which updates all other weights.
     beta1: float = 0.9
-    # Decay of the mean of squared gradients in AdamW, which updates all other weights.
     beta2: float = 0.99
-    # Added to the root in AdamW, and to the norm that Newton-Schulz divides by.
     eps: float = 1e-8
-    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
     weight_decay: float = 0.0
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
@@ -251,14 +235,12 @@ class LionConfig(LearningRateConfig):
     """Lion (arXiv:2302.06675): the sign of a mean of gradients, so each weight moves by the
     learning rate. It wants a rate 3 to 10 times smaller than AdamW's."""
 
+    # conf/optimizer/lion.yaml explains each setting
     NAME: ClassVar[str] = "lion"
     TIMES_ADAMW: ClassVar[float] = 0.5
 
-    # Share of the running mean in the sign. The rest is the new gradient.
     beta1: float = 0.9
-    # Decay of the running mean of gradients.
     beta2: float = 0.99
-    # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
     weight_decay: float = 0.0
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
@@ -276,13 +258,11 @@ class LionConfig(LearningRateConfig):
 class SGDConfig(LearningRateConfig):
     """Stochastic gradient descent. Without momentum it keeps nothing."""
 
+    # conf/optimizer/sgd.yaml explains each setting
     NAME: ClassVar[str] = "sgd"
-    # An update is as large as its gradient, so the rate says little of what trains.
     TIMES_ADAMW: ClassVar[float] = 2500.0
 
-    # Decay of a running sum of gradients. 0 keeps no sum and needs no memory for it.
     momentum: float = 0.0
-    # true adds the new gradient to the sum once more. Needs momentum above 0.
     nesterov: bool = False
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:

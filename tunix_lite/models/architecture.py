@@ -29,13 +29,10 @@ class RopeScaling:
     Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
     """
 
-    # Long wavelengths are multiplied by this.
+    # conf/model/parts/llama3.yaml explains each setting
     factor: float
-    # Wavelengths above original_positions / low_freq_factor tokens are long.
     low_freq_factor: float | None = None
-    # Wavelengths below original_positions / high_freq_factor tokens stay as they are.
     high_freq_factor: float | None = None
-    # Longest sequence of the pretraining, in tokens.
     original_positions: int | None = None
 
     def __post_init__(self):
@@ -71,22 +68,14 @@ class Yarn:
     Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
     """
 
-    # Long wavelengths are multiplied by this.
+    # conf/model/gpt_oss_20b.yaml explains each setting
     factor: float
-    # Longest sequence of the pretraining, in tokens.
     original_positions: int
-    # Turns from which on a wavelength stays as it is.
     beta_fast: float = 32.0
-    # Turns up to which a wavelength is multiplied by factor.
     beta_slow: float = 1.0
-    # The rotated elements of queries and keys are multiplied by this.
     amplitude: float = 1.0
-    # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p /
-    # original_positions)).
     query_growth: float = 0.0
-    # true rounds the places of the two betas to whole pairs of elements.
     truncate: bool = True
-    # true stretches the wavelengths of local layers, too.
     in_windows: bool = False
 
     def __post_init__(self):
@@ -119,15 +108,11 @@ class LongRope:
     Example: LongRope((1.0, 1.0), (1.0, 30.0), 4096, 131_072, 1.19) for heads of four elements.
     """
 
-    # Wavelengths are multiplied by these in an architecture of up to original_positions tokens.
+    # conf/model/phi4_mini.yaml explains each setting
     short_factors: tuple[float, ...]
-    # Wavelengths are multiplied by these in an architecture of more tokens.
     long_factors: tuple[float, ...]
-    # Longest sequence of the pretraining, in tokens.
     original_positions: int
-    # Longest sequence with long_factors, in tokens.
     long_positions: int
-    # The rotated elements of queries and keys are multiplied by this.
     amplitude: float = 1.0
 
     def __post_init__(self):

@@ -97,8 +97,7 @@ class ChatTemplate:
 
     @property
     def standalone(self) -> str:
-        """The text of a template that needs no settings: it begins with defaults of the
-        variables."""
+        """The text of the template, which begins with defaults of its variables."""
         sets = (f"{{% set {k} = {k} | default({v!r}) %}}" for k, v in self.variables.items())
         return "".join([*sets, "\n" if self.variables else "", self.text])
 
@@ -153,8 +152,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def as_template_reads(message: dict) -> dict:
-    """A message without keys that are None, and with the reasoning under each of its names. Raises
-    ValueError."""
+    """A message without None, and with its reasoning under each name. Raises ValueError."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
     message = {
@@ -169,8 +167,7 @@ def as_template_reads(message: dict) -> dict:
 
 
 def with_read_arguments(call: object) -> dict:
-    """A tool call with its arguments as an object, also where they are its JSON text. Raises
-    ValueError."""
+    """A tool call whose arguments, perhaps JSON text, are an object. Raises ValueError."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a call has a function with a name; this is {shown(call)}")

@@ -1,18 +1,17 @@
-"""Models of the Hugging Face hub: the folder of `org/name`, downloaded if it is not in the cache
-yet."""
+"""Models of the Hugging Face hub: the folder of `org/name`, of the cache or downloaded."""
 
 import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tunix_lite.basics.plain_text import reason_of
 from tunix_lite.basics.untrusted import read_object
 
 # Configuration, tokenizer, index of the weights.
 SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-# Weights in other formats and for other programs are in subfolders; Mistral's second copy is beside
-# the first.
+# Weights for other programs are in subfolders; Mistral's second copy is beside the first.
 _NEVER = ("*/*", "consolidated*")
 
 # seconds that the hub has to name a commit
@@ -129,7 +128,7 @@ def _explain(error: Exception, repo: str, revision: str | None, kind: str = "mod
 
     # The hub did not answer.
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = f"the hub cannot be reached: {_cause(error)}"
+        why = f"the hub cannot be reached: {reason_of(error)}"
         if constants.HF_HUB_OFFLINE:
             why = "HF_HUB_OFFLINE=1 is set"
         return (
@@ -139,8 +138,8 @@ def _explain(error: Exception, repo: str, revision: str | None, kind: str = "mod
         )
     # A token that is refused, a hub out of order, a proxy that fails, a connection that breaks.
     return (
-        f"{repo} could not be downloaded ({_cause(error)}). What has come is kept, so try again; "
-        "if the token is refused, `hf auth login` or HF_TOKEN sets another; or give "
+        f"{repo} could not be downloaded ({reason_of(error)}). What has come is kept, so try "
+        "again; if the token is refused, `hf auth login` or HF_TOKEN sets another; or give "
         f"{instead}"
     )
 
@@ -157,10 +156,3 @@ def _has_weights(folder: Path) -> bool:
         return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
     is_there = (folder / "config.json").is_file()
     return is_there and any(file.is_file() for file in folder.glob("*.safetensors"))
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of the error that caused all others."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

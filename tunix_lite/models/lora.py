@@ -42,18 +42,12 @@ _EMPTY = re.compile(r"\(\||\|\||\|\)")
 class LoraConfig:
     """Selects the weights that get an adapter, its size, and how the frozen base is stored."""
 
-    # Rank of the LoRA adapters, which are then the only weights that train. 0 trains all weights.
+    # conf/model/parts/common.yaml explains each setting
     rank: int = 0
-    # The output of adapters is scaled by alpha / rank.
     alpha: float = 32.0
-    # Regular expression over weight paths, such as layers/q. Matching projections get adapters.
     targets: str = ".*/(q|k|v|qkv|z|o|gate|up|down)"
-    # Share of the adapter inputs set to 0 in an update, from 0 to 1. 0 turns dropout off.
     dropout: float = 0.0
-    # Type in which the frozen weights are stored under adapters: fp32, bf16, int8 or nf4.
     base: str = "bf16"
-    # PEFT folder to start from. Rank, alpha and targets come from it. null starts with new
-    # adapters.
     adapter: str | None = None
 
     def __post_init__(self):

@@ -48,27 +48,15 @@ class ModelConfig:
     Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
     """
 
-    # Model weights: bundled, random, a Hugging Face folder, a GGUF file, or a hub name such as
-    # google/gemma-3-1b-it.
+    # conf/model/parts/common.yaml explains each setting
     weights: str = "bundled"
-    # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
     mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))
-    # Model family: llama, qwen3 or another of docs/guide/models, or module.NAME. null reads it from
-    # config.json.
     family: str | None = None
-    # Shape of random weights, and a check of other weights. null reads the config.json of the
-    # weights.
     architecture: Architecture | None = None
-    # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
-    # Number of parameters of random weights, such as 5M or 1.2B: replaces the sizes in architecture
-    # by those of a rule.
     target_params: str | int | float | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # Chat template: a Jinja file, or chatml, gemma, llama3 or plain. null takes that of the model,
-    # if it has one.
     chat_template: str | None = None
-    # Variables of the chat template, such as enable_thinking: false. {} leaves its defaults.
     template: dict = field(default_factory=dict)
 
     def __post_init__(self):

@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,32 +41,17 @@ _MOST_GROWTH = 1000
 _PROBE = "ProbeOfTools"
 # Special tokens of Gemma 4 that are part of a call of a tool (environments/tool_calls.py).
 _OF_CALLS = ("<|tool_call>", "<tool_call|>", '<|"|>')
+# What clients of a server may read of a panic of the library: it has no folder.
+_FAILS = "tokenizer.json fails"
 # Flags of a token in tokenizer_config.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
 _PRIVATE = range(0xF0000, 0xFFFFE)
-
-
-@dataclass(frozen=True)
-class Quoted:
-    """A text of which some parts are only text, even if they spell a special token.
-
-    Example: Quoted("say <eos>", ((4, 9),)) does not end the sequence.
-    """
-
-    text: str
-    parts: tuple[tuple[int, int], ...]  # [start, end) in characters
-
-    def covered(self, character: str) -> str:
-        """The text with each character of these parts replaced by `character`."""
-        text = list(self.text)
-        for start, end in self.parts:
-            text[start:end] = character * (end - start)
-        return "".join(text)
-
-
-# reads a text, of which some parts may be quoted
-Read = Callable[[str | Quoted], str]
+# No text can hold these, as they are drawn anew in every process. They stand around what spells a
+# special token in data and is only text (`as_data`).
+_PREFIX = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
+_OPEN = f"{_PREFIX}{chr(_PRIVATE[256])}"
+_CLOSE = f"{_PREFIX}{chr(_PRIVATE[257])}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,8 @@ class Tokenizer:
         if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
         read = gguf_tokenizer if is_gguf(folder) else tokenizers.Tokenizer.from_file
-        backend = _call_library(lambda: read(str(file)), file)
+        with _named(f"{file} cannot be read", Exception):
+            backend = read(str(file))
         for kind in ("normalizer", "decoder"):
             part = getattr(backend, kind)
             if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
@@ -144,7 +130,8 @@ class Tokenizer:
         }
 
         # What the tokenizer adds before a text shows in the encoding of one.
-        encoded = _call_library(lambda: backend.encode("x", add_special_tokens=True), file)
+        with _named(f"{file} cannot be read", Exception):
+            encoded = backend.encode("x", add_special_tokens=True)
         is_added = encoded.special_tokens_mask
         num_before = is_added.index(0) if 0 in is_added else 0
         made = cls(
@@ -166,8 +153,7 @@ class Tokenizer:
 
     @cached_property
     def ends_of_turns(self) -> tuple[int, ...]:
-        """The tokens with which the chat template ends the assistant's turns that answer or call a
-        tool."""
+        """The tokens that end the assistant's turns which answer or call a tool."""
         question = {"role": "user", "content": "Question"}
         function = {"name": _PROBE, "arguments": {}}
         call = {"id": "ProbeCall", "type": "function", "function": function}
@@ -235,10 +221,9 @@ class Tokenizer:
         return _PROBE in written
 
     def encode(self, text: str) -> list[int]:
-        """Exactly the tokens of `text`, special ones spelled in it too. Raises ValueError for a
-        lone surrogate."""
+        """The tokens of `text`, special ones spelled in it too. ValueError: a lone surrogate."""
         try:
-            with _panics_named():
+            with _named(_FAILS):
                 ids = self.backend.encode(text, add_special_tokens=False).ids
             return self._in_table(ids)
         except (TypeError, UnicodeError) as error:
@@ -265,7 +250,7 @@ class Tokenizer:
     def special_in(self, text: str) -> list[tuple[int, int]]:
         """Finds the special tokens and ends of turns that a text spells, [start, end) each."""
         if self._has_normalized:
-            with _panics_named():
+            with _named(_FAILS):
                 # a normalizer changes the text first, so no search in it would find them all
                 encoded = self.backend.encode(text, add_special_tokens=False)
             return [
@@ -274,6 +259,18 @@ class Tokenizer:
                 if token in self._special_tokens
             ]
         return [match.span() for match in self._special_texts.finditer(text)]
+
+    def quoted(self, value: object, how: str) -> Any:
+        """A value of data, such as messages, with the special tokens in it as of `as_data`."""
+        if isinstance(value, str):
+            return as_data(value, self.special_in(value), how)
+        if isinstance(value, Mapping):
+            return {
+                self.quoted(key, how): self.quoted(item, how) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.quoted(item, how) for item in value]
+        return value
 
     @cached_property
     def silent_ids(self) -> frozenset[int]:
@@ -284,10 +281,9 @@ class Tokenizer:
         )
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of the tokens. skip_special: without the special tokens, other than those of
-        calls."""
+        """The text of the tokens. skip_special: without special tokens, but those of calls."""
         visible = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
-        with _panics_named():
+        with _named(_FAILS):
             return self.backend.decode(visible, skip_special_tokens=False)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
@@ -328,19 +324,15 @@ class Tokenizer:
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )
 
-    def prompt(self, conversation: str | Quoted | list[dict], **variables) -> list[int]:
+    def prompt(self, conversation: str | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to continue, with
         its BOS once; without a template those of the text. Raises ValueError if there is a second
         BOS."""
-
-        def write(read: Read) -> str:
-            messages = read_quoted(conversation, read)
-            if isinstance(messages, str) and not self.has_chat_template:
-                return messages
-            return self.chat(_conversation(messages), **read_quoted(variables, read))
-
+        written = conversation
+        if self.has_chat_template or not isinstance(conversation, str):
+            written = self.chat(_conversation(conversation), **variables)
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self.written_ids(write, *_quoted_in([conversation, variables]))
+        ids = self.written_ids(written)
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -358,27 +350,19 @@ class Tokenizer:
         return ids
 
     def demonstration(
-        self,
-        conversation: str | Quoted | list[dict],
-        completion: str | Quoted | dict,
-        **variables,
+        self, conversation: str | list[dict], completion: str | dict, **variables
     ) -> list[int]:
-        """The tokens that follow `prompt(conversation)`: those of the completion and the one that
-        ends the turn."""
+        """The tokens that follow `prompt(conversation)`, with the one that ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
-
-        def write(read: Read) -> str:
-            if not self.has_chat_template:
-                return read(turn["content"])
-            messages = _conversation(read_quoted(conversation, read))
-            values = read_quoted(variables, read)
-            # The answer is what the template writes behind the prompt: its markers belong to what
-            # is learned.
-            before = self.chat(messages, **values)
-            answered = [*messages, read_quoted(turn, read)]
-            full = self.chat(answered, add_generation_prompt=False, **values)
+        if not self.has_chat_template:
+            written = turn["content"]
+        else:
+            messages = _conversation(conversation)
+            # The answer is what stands behind the prompt: its markers are learned, too.
+            before = self.chat(messages, **variables)
+            full = self.chat([*messages, turn], add_generation_prompt=False, **variables)
             if not full.startswith(before):
                 raise ValueError(
                     f"the chat template of {self.folder} writes an answered conversation "
@@ -386,10 +370,10 @@ class Tokenizer:
                     "choose a model, or write a chat_template.jinja, whose prompt is the beginning "
                     "of the answered conversation"
                 )
-            return full[len(before) :]
+            written = full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self.written_ids(write, *_quoted_in([conversation, turn, variables]))
+        ids = self.written_ids(written)
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
@@ -399,12 +383,7 @@ class Tokenizer:
         """The tokens of a whole conversation, as apply_chat_template of transformers gives them
         without a prompt for a next turn. `read_until` says where a reward model is read. Raises
         ValueError, also where there is no chat template."""
-
-        def write(read: Read) -> str:
-            values = read_quoted(variables, read)
-            return self.chat(read_quoted(messages, read), False, **values)
-
-        return self.written_ids(write, *_quoted_in([messages, variables]))
+        return self.written_ids(self.chat(messages, False, **variables))
 
     @property
     def end_id(self) -> int:
@@ -415,80 +394,59 @@ class Tokenizer:
     def documents(self, texts: list[str], special: str) -> list[list[int]]:
         """The tokens of each text, many at once, without those that begin and end it. special: what
         special tokens spelled in it are, as of `as_data`. Raises ValueError."""
-        marked = [as_data(text, self.special_in(text), special) for text in texts]
-        plain = [text for text in marked if isinstance(text, str)]
+        marked = self.quoted(texts, special)
+        plain = [text for text in marked if _OPEN not in text]
         try:
-            with _panics_named():
+            with _named(_FAILS):
                 encoded = self.backend.encode_batch_fast(plain, add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
             raise ValueError(
                 "half of a character (a lone surrogate), which is no text"
             ) from error
         ids = iter(self._in_table(one.ids) for one in encoded)
-        return [
-            next(ids)
-            if isinstance(text, str)
-            else self.written_ids(lambda read, text=text: read(text), text)
-            for text in marked
-        ]
+        return [self.written_ids(text) if _OPEN in text else next(ids) for text in marked]
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
         """The tokens from the end of the last turn of `earlier` to where the model continues
         `later`, which begins with the same messages."""
 
-        def write(read: Read) -> str:
-            values = read_quoted(variables, read)
-            before = self.chat(read_quoted(earlier, read), False, **values)
-            full = self.chat(read_quoted(later, read), **values)
-            if not full.startswith(before):
-                raise ValueError(
-                    f"the chat template of {self.folder} writes earlier turns differently when "
-                    "others follow, so several turns of one conversation are not learned from at "
-                    "once; set task.learned_turns=last"
-                )
-            # the end of a turn may go on after its token, with a newline
-            ends = [self.backend.id_to_token(token) for token in self.eos_ids]
-            places = [before.rfind(end) + len(end) for end in ends if end and end in before]
-            return full[max(places, default=len(before)) :]
-
-        return self.written_ids(write, *_quoted_in([later, variables]))
+        before = self.chat(earlier, False, **variables)
+        full = self.chat(later, **variables)
+        if not full.startswith(before):
+            raise ValueError(
+                f"the chat template of {self.folder} writes earlier turns differently when "
+                "others follow, so several turns of one conversation are not learned from at "
+                "once; set task.learned_turns=last"
+            )
+        # the end of a turn may go on after its token, with a newline
+        ends = [self.backend.id_to_token(token) for token in self.eos_ids]
+        places = [before.rfind(end) + len(end) for end in ends if end and end in before]
+        return self.written_ids(full[max(places, default=len(before)) :])
 
     # ---- texts that spell special tokens but mean plain text
 
-    def written_ids(self, write: Callable[[Read], str], *texts: str | Quoted) -> list[int]:
-        """Encodes the text that `write(read)` writes; special tokens in quoted parts of `texts` are
-        plain text."""
-        written = write(lambda text: text.text if isinstance(text, Quoted) else text)
-        quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
-        if not quoted:
+    def written_ids(self, written: str) -> list[int]:
+        """The tokens of a text in which `as_data` has marked what is plain text. Raises ValueError
+        if the template has changed such a part, or the vocabulary spells a special token even
+        so."""
+        as_json = json.dumps(_PREFIX)[1:-1]
+        if as_json in written:
+            text = re.sub(f"{re.escape(as_json)}.{{12}}", "", written)
+            raise ValueError(f"the chat template does not write {shortened(text)} as it is")
+        if _OPEN not in written:
             return self.encode(written)
-
-        # To see where the template puts the quoted parts, it writes once more, with a character
-        # there that is nowhere else.
-        texts_in_use = [written, *(text.text for text in quoted)]
-        cover = next(
-            c for c in map(chr, _PRIVATE) if not any(c in text for text in texts_in_use)
-        )
-        covered = write(lambda text: text.covered(cover) if isinstance(text, Quoted) else text)
-        is_same = len(covered) == len(written)
-        if not is_same or any(c not in (w, cover) for w, c in zip(written, covered)):
-            raise ValueError(
-                f"the chat template does not write {shortened(quoted[0].text)} as it is"
-            )
-        return self._quoted_ids(written, covered)
-
-    def _quoted_ids(self, written: str, covered: str) -> list[int]:
-        """The tokens of `written`, where only special tokens count that are in `covered`, too.
-        Raises ValueError if the vocabulary spells a special token even so."""
         # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
         parts = []
         at = 0
-        for match in self._special_texts.finditer(covered):
-            parts += [written[at : match.start()], names[match.group()]]
+        marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
+        for match in re.finditer(marked_or_special, written):
+            own = match.group()
+            parts += [written[at : match.start()]]
+            parts += [names.get(own) or own.removeprefix(_OPEN).removesuffix(_CLOSE)]
             at = match.end()
         renamed = "".join([*parts, written[at:]])
-        with _panics_named():
+        with _named(_FAILS):
             encoded = backend.encode(renamed, add_special_tokens=False)
         for token, (start, end) in zip(encoded.ids, encoded.offsets):
             if token not in self._special_tokens:
@@ -499,8 +457,8 @@ class Tokenizer:
             if token in unknown and name not in renamed[start:end]:
                 continue
             raise ValueError(
-                f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
-                "holds it"
+                f"this tokenizer has no way to write {name!r} as text, and "
+                f"{shortened(written.replace(_OPEN, '').replace(_CLOSE, ''))} holds it"
             )
         return self._in_table([ids.get(token, token) for token in encoded.ids])
 
@@ -539,17 +497,14 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; real id by its
-        id."""
-        # No text can hold a name of private characters, drawn anew in every process.
+        """It with other names for special tokens; the name by its text; the real id by its id."""
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         # It then takes what spells a special token as text.
         backend.encode_special_tokens = True
-        prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
         names = {}
         ids = {}
         for i, token in self._special_tokens.items():
-            name = names[token.content] = f"{prefix}{i}{prefix[0]}"
+            name = names[token.content] = f"{_PREFIX}{i}{_PREFIX[0]}"
             how = {
                 "single_word": token.single_word,
                 "lstrip": token.lstrip,
@@ -569,31 +524,15 @@ def read_until(ids: list[int], pad_id: int | None) -> list[int]:
     return ids[: last[-1] + 1 if last else 1]
 
 
-def _quoted_in(value: object) -> list[Quoted]:
-    """The quoted texts in a message, a conversation or a value of one, at any depth."""
-    if isinstance(value, Quoted):
-        return [value]
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    return [one for item in value for one in _quoted_in(item)] if type(value) is list else []
-
-
-def read_quoted(value: object, read: Read) -> Any:
-    """Returns the value with read(text) in place of each of these texts."""
-    if isinstance(value, Quoted):
-        return read(value)
-    if isinstance(value, Mapping):
-        return {read_quoted(key, read): read_quoted(item, read) for key, item in value.items()}
-    return [read_quoted(item, read) for item in value] if type(value) is list else value
-
-
-def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str | Quoted:
+def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
     """Marks these special tokens of data as plain text if `how` is text; leaves them if it is
     control. Raises ValueError if it is error."""
     if not spelled or how == "control":
         return text
     if how == "text":
-        return Quoted(text, tuple(spelled))
+        for start, end in reversed(spelled):
+            text = f"{text[:start]}{_OPEN}{text[start:end]}{_CLOSE}{text[end:]}"
+        return text
     start, end = spelled[0]
     raise ValueError(
         f"{shortened(text)} holds the special token {text[start:end]!r}; "
@@ -624,8 +563,7 @@ class TextStream:
         """The text that no later token can change and that was not returned before."""
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
-        # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
-        # turn out to be none.
+        # Byte tokens (Gemma's <0xE4>) are decoded together: a character may turn out to be none.
         last = next((i for i in reversed(self.ids) if i not in self.silent), None)
         token = self.tokenizer.backend.id_to_token(last) if last is not None else None
         if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or ""):
@@ -633,8 +571,7 @@ class TextStream:
         new = text[len(self.shown) :]
 
         # The next decoding starts at the last piece that has text. So a long stream costs no more
-        # per token than a short one, and a decoder that drops the space of the first piece drops
-        # none here.
+        # per token, and a decoder that drops the space of the first piece drops none here.
         tail = self.tokenizer.decode(self.ids[self.done :], self.skip_special)
         if tail:
             self.ids = self.ids[self.done :]
@@ -669,30 +606,18 @@ def _growth(part: dict) -> int:
     return growth
 
 
-def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call() of the tokenizers library, whose Exceptions and panics become ValueError."""
+@contextlib.contextmanager
+def _named(failure: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turns a panic of the library, and errors of these kinds, into a ValueError."""
     try:
-        return call()
+        yield
     except ValueError:
         raise
     except BaseException as error:
         # A panic of the library is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, kinds) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(
-            f"{file} cannot be read ({escaped(str(error).replace(chr(10), ' '))})"
-        ) from error
-
-
-@contextlib.contextmanager
-def _panics_named() -> Iterator[None]:
-    """Turns a panic of the library into a ValueError, without the folder: clients may read it."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"tokenizer.json fails ({escaped(str(error))})") from error
+        raise ValueError(f"{failure} ({escaped(str(error).replace(chr(10), ' '))})") from error
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
@@ -700,8 +625,7 @@ def _template(folder: Path, config: dict) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate.compile(read_text(file), str(file))
-    # chat_template.json was written for image processors. Where the two differ, the tokenizer's own
-    # file decides.
+    # chat_template.json was written for image processors, so the tokenizer's own file decides.
     for name in ("tokenizer_config.json", "chat_template.json"):
         content = config if name == "tokenizer_config.json" else small_object(folder, name)
         text = content.get("chat_template")
@@ -727,8 +651,7 @@ def _eos_ids(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
 ) -> tuple[int, ...]:
-    """The ids that end a completion: of generation_config.json and config.json, or else the
-    eos_token."""
+    """The ids that end a completion: of generation_config.json, config.json, or eos_token."""
     ids = []
     config = small_object(folder, "config.json")
     for name, content in (

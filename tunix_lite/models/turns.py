@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from tunix_lite.basics.plain_text import escaped
-from tunix_lite.models.tokenizer import Read, Tokenizer, as_data, read_quoted
+from tunix_lite.models.tokenizer import Tokenizer
 
-# Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
-# break.
+# Letters alone: no template changes them, and no tokenizer joins them with a line break.
 PLACEHOLDER = "PlaceholderOfTheTurn"
 # Answers whose tokens are kept: the conversations of a group often hear the same.
 MOST_KEPT = 4096
@@ -32,11 +31,8 @@ class TurnTokens:
 
     def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a message, or messages."""
-        if isinstance(messages, str):
-            messages = self._quoted([{"role": "user", "content": messages}])[0]["content"]
-        else:
-            messages = self._quoted(messages)
-        return self.tokenizer.prompt(messages, **self.variables)
+        asked = self.tokenizer.quoted(messages, self.special_tokens_in_data)
+        return self.tokenizer.prompt(asked, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one of the
@@ -62,7 +58,7 @@ class TurnTokens:
 
     def _between(self, messages: list[dict], ended: bool) -> list[int]:
         tokenizer = self.tokenizer
-        answered = self._quoted(messages)
+        answered = tokenizer.quoted(messages, self.special_tokens_in_data)
         contents = [message["content"] for message in answered]
         roles = [message["role"] for message in answered]
         if "assistant" in roles and set(roles) != {"assistant"}:
@@ -71,12 +67,9 @@ class TurnTokens:
                 f"others ({', '.join(roles)}); it is one or the other"
             )
         if not tokenizer.has_chat_template or "assistant" in roles:
-            ids = tokenizer.written_ids(lambda read: "".join(map(read, contents)), *contents)
+            ids = tokenizer.written_ids("".join(contents))
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
-
-        def write(read: Read) -> str:
-            return placeholder + self._after_the_turn(read_quoted(answered, read), placeholder)
 
         # Tokenised behind a placeholder that no message holds, so that nothing is put before the
         # text, as some tokenizers do at the beginning.
@@ -84,13 +77,11 @@ class TurnTokens:
         while any(placeholder in message["content"] for message in messages):
             placeholder += "s"
         before = tokenizer.encode(placeholder)
-        ids = tokenizer.written_ids(write, *contents)
+        after = self._after_the_turn(answered, placeholder)
+        ids = tokenizer.written_ids(placeholder + after)
         if ids[: len(before)] != before:
             # Letters were joined with the placeholder, so the text goes without it.
-            ids = tokenizer.written_ids(
-                lambda read: self._after_the_turn(read_quoted(answered, read), placeholder),
-                *contents,
-            )
+            ids = tokenizer.written_ids(after)
             before = []
         ids = ids[len(before) :]
         if not ended:
@@ -126,17 +117,6 @@ class TurnTokens:
                 f"'{escaped(lost[0], 80)}' as it is; {_wanted(messages)}"
             )
         return after
-
-    # ---- special tokens in what was answered
-
-    def _quoted(self, messages: list[dict]) -> list[dict]:
-        """The messages with the special tokens that they spell as data."""
-        tokenizer = self.tokenizer
-        contents = [
-            as_data(text, tokenizer.special_in(text), self.special_tokens_in_data)
-            for text in (message["content"] for message in messages)
-        ]
-        return [message | {"content": text} for message, text in zip(messages, contents)]
 
 
 def _wanted(messages: list[dict]) -> str:

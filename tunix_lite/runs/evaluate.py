@@ -107,8 +107,7 @@ def evaluate(
 
 
 def _scores_of_samples(sampled: Graded, counts: Sequence[int]) -> dict[str, np.ndarray]:
-    """avg@N, pass@k for these counts and maj@N of N samples an example, by name, [E] float64
-    each."""
+    """avg@N, maj@N, and pass@k for these counts, of N samples each: name -> [E] float64."""
     num = sampled.num_generations
     correct_EN = sampled.correct.reshape(-1, num)
     texts = sampled.extracted

@@ -7,8 +7,7 @@ ROUGE_L = RougeL(field="reference")
 
 
 def like_answer(completion: str, example: dict) -> float:
-    """ROUGE-L, 0 to 1, of the completion and the row's `completion`, or else the first assistant
-    turn of `messages`."""
+    """ROUGE-L, 0 to 1, with the row's `completion` or the first assistant turn of `messages`."""
     return ROUGE_L(completion, {"reference": _answer(example)})
 
 

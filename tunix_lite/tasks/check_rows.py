@@ -25,7 +25,29 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
     if num_held_out and not len(held_out):
         raise ValueError("no example is held out; set evaluation.num_examples=0")
     if isinstance(train, list | tuple) and isinstance(held_out, list | tuple):
-        said = _check_in_memory(task, train, held_out, num_held_out)
+        said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
+        if isinstance(train, Rows):
+            # with the commit
+            said += [train.file] if is_hub(train.file) else []
+            said += [f"rows as {' and '.join(train.forms)}"] if train.forms else []
+        evaluated = replace(task, learned=())
+        hashes = _hashes(task, train)
+        hashes_then = _hashes(evaluated, held_out)
+        count = min(num_held_out, len(held_out))
+        said += _measure(task, train, "training", spread(len(train), MEASURED))
+        said += _measure(evaluated, held_out, "held-out", spread(count, MEASURED), count)
+
+        # once of a file that both are parts of
+        said += dict.fromkeys(
+            f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
+            f"{rows.first_skipped}"
+            for rows in (train, held_out)
+            if isinstance(rows, Rows) and rows.skipped
+        )
+        if both := _count(hashes_then, hashes):
+            said.append(f"{both:,} of the held-out prompts are training prompts, too")
+        if (different := len({*hashes})) < len(hashes):
+            said.append(f"different prompts to train on: {different:,}")
     else:
         # made one by one, and perhaps very many
         said = _measure(task, train, "training", spread(len(train), MEASURED_LAZILY))
@@ -40,35 +62,6 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
             f"(evaluation.num_examples={num_held_out})"
         )
     return "; ".join(said)
-
-
-def _check_in_memory(
-    task: Task, train: Sequence[dict], held_out: Sequence[dict], num_held_out: int
-) -> list[str]:
-    said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
-    if isinstance(train, Rows):
-        # with the commit
-        said += [train.file] if is_hub(train.file) else []
-        said += [f"rows as {' and '.join(train.forms)}"] if train.forms else []
-    evaluated = replace(task, learned=())
-    hashes = _hashes(task, train)
-    hashes_then = _hashes(evaluated, held_out)
-    count = min(num_held_out, len(held_out))
-    said += _measure(task, train, "training", spread(len(train), MEASURED))
-    said += _measure(evaluated, held_out, "held-out", spread(count, MEASURED), count)
-
-    # once of a file that both are parts of
-    said += dict.fromkeys(
-        f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
-        f"{rows.first_skipped}"
-        for rows in (train, held_out)
-        if isinstance(rows, Rows) and rows.skipped
-    )
-    if both := _count(hashes_then, hashes):
-        said.append(f"{both:,} of the held-out prompts are training prompts, too")
-    if (different := len({*hashes})) < len(hashes):
-        said.append(f"different prompts to train on: {different:,}")
-    return said
 
 
 def held_out_in_training(task: Task) -> int | None:
@@ -88,8 +81,7 @@ def _count(hashes: list[int], among: Iterable[int]) -> int:
 
 
 def _hashes(task: Task, examples: Sequence[dict]) -> list[int]:
-    """A hash of each prompt. Raises ValueError for a row that makes none, or has other keys than
-    the chat template reads."""
+    """A hash of each prompt. Raises ValueError for a row that the chat template cannot read."""
     hashes = []
     for i, example in enumerate(examples):
         try:

@@ -74,29 +74,22 @@ class EnvironmentPartner:
         self._completions[row] = self._text.tokenizer.decode(tokens)
         self._ended[row] = ended
         self._waiting.add(row)
-        if not self._failed_at_start(row) and row in self._own([row]):
+        start = self._starts.get(row)
+        if row in self._own([row]) and start is not None and start.failure:
+            self._futures[row] = Future()
+            self._futures[row].set_result(Reply(None, start.failure, start.message))
+        elif row in self._own([row]):
             self._futures[row] = self._pool.step(row, self._completions[row])
-
-    def _failed_at_start(self, row: int) -> bool:
-        return row in self._starts and bool(self._starts[row].failure)
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
         """The answers that have come; with `wait`, at least one. patience: seconds in which others
         may still come. Raises SharedError if an environment fails and conversation.on_error=raise,
         and StopRun."""
-        replies = {row: TurnReply() for row in self._waiting if self._failed_at_start(row)}
-        self._waiting -= set(replies)
-        if self._waiting:
-            replies |= self._exchange(wait_for_one=wait and not replies, patience=patience)
+        replies = self._exchange(wait, patience) if self._waiting else {}
         for row, reply in replies.items():
             start = self._starts.pop(row, TurnReply())
-            replies[row] = replace(
-                reply,
-                completion=self._completions[row],
-                failure=reply.failure or start.failure,
-                message=reply.message or start.message,
-                seconds=reply.seconds + start.seconds,
-            )
+            seconds = reply.seconds + start.seconds
+            replies[row] = replace(reply, completion=self._completions[row], seconds=seconds)
         return replies
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.tasks.chat import same_as_answer
@@ -23,33 +23,23 @@ class FilesTaskConfig(TaskConfig):
     Example: task=jsonl task.train=train.jsonl task.prompt='{question}' task.reward=my_rewards.near
     """
 
+    # conf/task/jsonl.yaml explains each setting
     # made of the settings below
     source: Any = field(init=False, default=None)
-    # User's message, where {names} are columns. null uses the column `messages` or `prompt`.
     prompt: str | None = None
-    # More rewards by name: '+task.rewards.short={fn: my_rewards.short, weight: 0.1}'. {} has none.
     rewards: dict[str, Reward | RewardModel] = field(default_factory=dict)
-    # Function that says if a completion is right, for eval/accuracy. null takes a reward above 0 as
-    # right.
     correct: Callable | None = None
-    # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
-    # File to train on, or hub:org/name:config:split. A run needs it, an evaluation does not.
     train: str | None = None
-    # File to evaluate with, or hub:org/name:config:split. null holds out rows of `train`.
     held_out: str | None = None
-    # One row in so many is held out where `held_out` is null: 10 are a tenth.
     held_out_every: int = 10
-    # Columns with other names in the file, such as {question: problem}. null has none.
     fields: dict[str, str] | None = None
-    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
     max_rows: int | None = None
-    # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
-    # dpo need none.
     reward: Callable | None = None
-    # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
-    # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
+
+    # template that checks the rows of the files, and makes examples of them
+    reads: ClassVar[type[PromptTemplate]] = PromptTemplate
 
     def __post_init__(self):
         if self.train is None and self.held_out is None:
@@ -78,18 +68,13 @@ class FilesTaskConfig(TaskConfig):
             self.train,
             self.held_out,
             self.on_error,
-            self.row_template,
+            self.reads(self.prompt, self.system, self.learned_turns),
             self.held_out_every,
             self.fields,
             self.max_rows,
         )
         settle("source", source)
         super().__post_init__()
-
-    @property
-    def row_template(self) -> PromptTemplate:
-        """Template that checks the rows of the files, and makes examples of them."""
-        return self.template
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """See TaskConfig. Without a reward there is something to evaluate by, no more."""

@@ -16,8 +16,7 @@ HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 @dataclass(frozen=True)
 class _SolutionTemplate(PromptTemplate):
-    """A prompt template whose rows have texts `question` and `answer`, and `####` and a number end
-    the latter."""
+    """A prompt template for texts `question` and `answer`, which ends in `####` and a number."""
 
     def check(self, row: dict) -> dict:
         """The row with the number as `answer` and the whole solution as `completion`. Raises
@@ -42,10 +41,7 @@ class Gsm8kTaskConfig(FilesTaskConfig):
     """A task of rows `question` and `answer`, of files or of a data set on the hub.
     Example: task=gsm8k task.train=train.jsonl task.held_out=test.jsonl"""
 
-    @property
-    def row_template(self) -> _SolutionTemplate:
-        """Template that reads the solutions of the rows."""
-        return _SolutionTemplate(self.prompt, self.system, self.learned_turns)
+    reads = _SolutionTemplate
 
 
 def strict(completion: str, example: dict) -> float:

@@ -2,12 +2,11 @@
 any depth, since a row of Parquet has every field of its structs."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tunix_lite.basics.plain_text import SHOWN, shortened
 from tunix_lite.models.chat_template import with_read_arguments
-from tunix_lite.models.tokenizer import Quoted
 
 ROLES = ("system", "user", "assistant", "tool")
 # keys of a message that a chat template may leave out; a template need not read all the others,
@@ -30,13 +29,6 @@ class Message(NamedTuple):
     def text(self) -> str:
         """The content; "" where there is none."""
         return self.content or ""
-
-    def as_template_reads(self, content: str | Quoted, quoted: Callable[[Any], Any]) -> dict:
-        """The message as a dict, with `content`, and quoted(value) of all other values."""
-        written: dict[str, Any] = {"role": self.role}
-        if self.content is not None:
-            written["content"] = content
-        return written | quoted(self.more or {})
 
 
 def conversation_of(example: Mapping) -> list[Message]:

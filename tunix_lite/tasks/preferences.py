@@ -12,8 +12,7 @@ FIELDS = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class _PairTemplate(PromptTemplate):
-    """A prompt template whose examples have two answers, too: texts, or conversations that end with
-    the assistant."""
+    """A prompt template whose examples have two answers: texts, or whole conversations."""
 
     def check(self, row: dict) -> dict:
         """The row with `chosen` and `rejected` as texts, or as messages where an answer is more
@@ -79,10 +78,7 @@ class PreferencesTaskConfig(FilesTaskConfig):
     """A task of pairs: each row has `prompt`, `chosen` and `rejected`.
     Example: task=preferences algorithm=dpo task.train=pairs.jsonl"""
 
-    @property
-    def row_template(self) -> _PairTemplate:
-        """Template that makes pairs of the rows."""
-        return _PairTemplate(self.prompt, self.system, self.learned_turns)
+    reads = _PairTemplate
 
 
 def is_chosen(completion: str, example: dict) -> float:

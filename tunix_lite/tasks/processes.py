@@ -1,5 +1,4 @@
-"""The common work of a run's processes in a task: they take the same examples, and each grades its
-share of the completions."""
+"""A run's processes in a task: they take the same examples, and each grades its share."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,8 +11,7 @@ from tunix_lite.tasks.sources import digest
 
 
 class SharedError(ValueError):
-    """An error that all processes of a run raise at the same place, since all have the same
-    examples and grades."""
+    """An error that all processes of a run raise at the same place, as all have the same data."""
 
 
 @contextlib.contextmanager

@@ -1,15 +1,14 @@
 """A row of data as text and as tokens, and which special tokens in it are only text."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from string import Formatter
-from typing import Any
 
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.chat_template import REASONING
-from tunix_lite.models.tokenizer import Quoted, Tokenizer, as_data
+from tunix_lite.models.tokenizer import Tokenizer, as_data
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.tasks.messages import (
     FREE,
@@ -140,7 +139,11 @@ class PromptText:
     def prompt(self, example: dict) -> list[int]:
         """The tokens of the prompt. Raises ValueError, with the place, if there are none."""
         with self._naming(example):
-            row = self.tokenizer.prompt(self._asked(example), **self.variables_of(example))
+            asked = self._asked(example)
+            # a model without a chat template takes plain text
+            if len(asked) == 1 and asked[0].keys() == {"role", "content"}:
+                asked = asked[0]["content"] if asked[0]["role"] == "user" else asked
+            row = self.tokenizer.prompt(asked, **self.variables_of(example))
         if not row:
             raise ValueError(
                 f"{self.place(example)}the prompt of the example {shortened(example)} has no "
@@ -159,8 +162,6 @@ class PromptText:
         learned: list[bool] = []
         with self._naming(example):
             history = self._asked(example)
-            if not isinstance(history, list):
-                history = [{"role": "user", "content": history}]
             variables = self.variables_of(example)
             num_answered = len(history)
             for turn in map(self._written, self.completion(example, name)):
@@ -177,13 +178,9 @@ class PromptText:
         return tokens, learned
 
     def conversation(self, example: dict, answers: list[Message]) -> list[int]:
-        """The tokens of the whole conversation: what is asked, and the turns that answer it. Raises
-        ValueError, with the place."""
+        """The tokens of a whole conversation, with its answers. ValueError names the place."""
         with self._naming(example):
-            before = self._asked(example)
-            if not isinstance(before, list):
-                before = [{"role": "user", "content": before}]
-            messages = [*before, *map(self._written, answers)]
+            messages = [*self._asked(example), *map(self._written, answers)]
             return self.tokenizer.conversation(messages, **self.variables_of(example))
 
     def completion(self, example: dict, name: str = "completion") -> list[Message]:
@@ -232,12 +229,9 @@ class PromptText:
         except ValueError as error:
             raise ValueError(f"{self.place(example)}{error}") from error
 
-    def _asked(self, example: dict) -> str | Quoted | list[dict]:
-        """The input from which the tokenizer makes a prompt: a message, or a conversation."""
-        messages = [self._written(message) for message in self.template.messages(example)]
-        first = messages[0]
-        is_text = len(messages) == 1 and first.keys() == {"role", "content"}
-        return first["content"] if is_text and first["role"] == "user" else messages
+    def _asked(self, example: dict) -> list[dict]:
+        """The messages of which the tokenizer makes a prompt."""
+        return [self._written(message) for message in self.template.messages(example)]
 
     def variables_of(self, example: dict) -> dict:
         """Returns the variables of the chat template beside the messages of an example."""
@@ -254,7 +248,9 @@ class PromptText:
                 f"the row has `tools`, and {self._reader} has no form for them; leave that column "
                 "out and say in task.system which tools there are, or name it in task.prompt"
             )
-        return self.variables | {"tools": self._quoted(tools)}
+        return self.variables | {
+            "tools": self.tokenizer.quoted(tools, self.special_tokens_in_data)
+        }
 
     def _written(self, message: Message) -> dict:
         """Writes a message for the tokenizer, with the data in it marked."""
@@ -267,8 +263,11 @@ class PromptText:
                 for start, end in spelled
                 if any(first < end and start < last for first, last in message.data)
             ]
-        content = as_data(message.text, spelled, self.special_tokens_in_data)
-        return message.as_template_reads(content, self._quoted)
+        how = self.special_tokens_in_data
+        written = {"role": message.role}
+        if message.content is not None:
+            written["content"] = as_data(message.content, spelled, how)
+        return written | (self.tokenizer.quoted(message.more, how) if message.more else {})
 
     def _check_keys(self, message: Message) -> None:
         template = self.tokenizer.template if message.more else None
@@ -297,15 +296,6 @@ class PromptText:
         for message in messages:
             self._check_keys(message)
         self.variables_of(example)
-
-    def _quoted(self, value: object) -> Any:
-        """A value of a row, with the special tokens in all of its texts as data."""
-        if isinstance(value, str):
-            spelled = self.tokenizer.special_in(value)
-            return as_data(value, spelled, self.special_tokens_in_data)
-        if isinstance(value, Mapping):
-            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
-        return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,4 @@
-"""Models that only score, and reward models at work: conversations -> tokens of the reward model ->
-batches -> numbers."""
+"""Models that only score. Reward models: conversations -> their tokens -> batches -> numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +31,7 @@ class ScoringModel:
     reward: RewardModel | None = None  # None: it is a teacher
 
     def architecture(self, cfg: Architecture) -> Architecture:
-        """Its architecture, given that of its folder. Raises ValueError if it was made for shorter
-        texts."""
+        """Its architecture, given that of its folder. ValueError: it is made for shorter texts."""
         most = cfg.max_positions
         made = f"weights={self.settings.weights} was made for {most} tokens, and"
         if self.reward is None:

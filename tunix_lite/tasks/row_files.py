@@ -2,13 +2,12 @@
 
 import codecs
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunix_lite.basics.untrusted import is_deeper
+from tunix_lite.basics.untrusted import parse_json
 from tunix_lite.tasks.hub_rows import is_hub, rows_of_hub
 from tunix_lite.tasks.row_forms import formed
 
@@ -109,8 +108,7 @@ class Rows(list):
 
 
 def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, with their numbers; ValueError for one that is
-    not UTF-8."""
+    """The lines that are not blank, with their numbers; ValueError for one that is not UTF-8."""
     for number, line in _raw_lines(file):
         try:
             yield number, _decoded(line)
@@ -140,27 +138,9 @@ def _decoded(line: bytes) -> str:
         raise ValueError(f"not UTF-8 ({byte})") from error
 
 
-def json_of(line: str) -> Any:
-    """The value in a line of JSON. Raises ValueError."""
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        # JSONDecodeError, or an integer of more than 4300 digits
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError:
-        value = None
-    # counting brackets is cheap, and mostly shows that the line cannot be too deep
-    could_be = line.count("[") + line.count("{") > DEEPEST
-    if could_be and (value is None or is_deeper(value, DEEPEST)):
-        raise ValueError(
-            f"nested too deep: more than {DEEPEST} lists and objects in one another"
-        )
-    return value
-
-
 def json_row(line: bytes) -> dict:
     """The object in a line. Raises ValueError."""
-    row = json_of(_decoded(line))
+    row = parse_json(_decoded(line), DEEPEST)
     if not isinstance(row, dict):
         raise ValueError(
             "not an object with named fields; each line is one, such as "

@@ -41,11 +41,6 @@ class Source(Protocol):
         """The examples to evaluate with."""
 
 
-def _order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
-    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
-    return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
-
-
 def batch_at(
     examples: Sequence[dict],
     batch_size: int,
@@ -56,7 +51,8 @@ def batch_at(
     """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch.
     last_batch: what becomes of the examples at the end of an epoch that fill no batch: drop, or
     keep, a smaller one; None: the next epoch fills it."""
-    order = _order_of(examples, seed)
+    # the numbers of all examples, endlessly: each epoch has a shuffle of its own
+    order = grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
     places = range(step * batch_size, (step + 1) * batch_size)
     if last_batch is not None:
         each = batches_of_epoch(len(examples), batch_size, last_batch)
@@ -106,22 +102,21 @@ def spread(count: int, limit: int) -> Sequence[int]:
 
 
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
-    """A digest of each of these splits, the same in every process: of all examples if they are a
-    list, else of SAMPLED of them."""
-    return {name: _digest_of_split(getattr(source, name)) for name in splits}
-
-
-def _digest_of_split(examples: Sequence[dict]) -> str:
-    if isinstance(own := getattr(examples, "digest", None), str):
-        return own
-    count = len(examples)
-    # made one by one, and perhaps very many
-    is_list = isinstance(examples, list | tuple)
-    places = spread(count, count if is_list else SAMPLED)
-    parts = [str(count)]
-    for start in range(0, len(places), AT_ONCE):
-        parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
-    return digest(parts)
+    """A digest of each split, the same in every process: of a list, or of SAMPLED examples."""
+    digests = {}
+    for name in splits:
+        examples = getattr(source, name)
+        digests[name] = getattr(examples, "digest", None)
+        if not isinstance(digests[name], str):
+            count = len(examples)
+            # made one by one, and perhaps very many
+            is_list = isinstance(examples, list | tuple)
+            places = spread(count, count if is_list else SAMPLED)
+            parts = [str(count)]
+            for start in range(0, len(places), AT_ONCE):
+                parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
+            digests[name] = digest(parts)
+    return digests
 
 
 def digest(value: object) -> str:
@@ -149,19 +144,16 @@ class FileRows:
     JSON object a line, or Parquet.
     Example: `FileRows("train.jsonl", "held_out.jsonl").train[0]` is the first line's object."""
 
+    # conf/task/jsonl.yaml explains each setting
     # File to train on, .jsonl or .parquet, or hub:org/name:config:split. null has none.
     train_file: str | None
     # File to evaluate with. null holds out rows of train_file.
     held_out_file: str | None = None
-    # For a malformed row: raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
     # What makes the example of a row by its method check(row). null takes the row itself.
     checker: RowChecker | None = None
-    # One row in so many is held out where held_out_file is null: 10 are a tenth.
     held_out_every: int = 10
-    # Columns with other names in the file, such as {question: problem}. null has none.
     fields: dict[str, str] | None = None
-    # Rows taken of each file, from its start. Those of the hub are then streamed. null takes all.
     max_rows: int | None = None
 
     def __post_init__(self):
@@ -214,15 +206,11 @@ class Arithmetic(GeneratedSource):
     or, for a share `worked` of the problems, every step before it.
     Example: {"question": "25 + 19 + 15 + 8", "answer": "67", ...}."""
 
-    # Fewest numbers in a problem.
+    # conf/task/arithmetic.yaml explains each setting
     min_terms: int = 4
-    # Most numbers in a problem.
     max_terms: int = 4
-    # Largest number in a problem.
     max_value: int = 29
-    # Operators between the numbers.
     operators: tuple[str, ...] = ("+", "-")
-    # Share of demonstrations for sft that show every step, from 0 to 1.
     worked: float = 0.45
 
     def __post_init__(self):

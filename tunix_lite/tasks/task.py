@@ -108,27 +108,16 @@ class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet.
     Example: `TaskConfig(Arithmetic(), "What is {question}?", {"correct": Reward(correct)})`."""
 
+    # conf/task/arithmetic.yaml explains each setting
     source: Any  # has `train` and `held_out`, sequences of examples (tunix_lite.tasks.sources)
-    # User's message, with {fields} of an example.
     prompt: str | None
-    # by the name under which they are logged
     rewards: dict[str, Reward | RewardModel]
-    # Function that says if a completion is right, for eval/accuracy and sample marks.
     correct: Callable = correct
-    # Function that reads the answer out of a completion, for display.
     extract: Callable = final_answer
-    # Special tokens such as `<end_of_turn>` in a row: text reads letters, control the token, error
-    # stops.
     special_tokens_in_data: str = "text"
-    # System message before the user's, where {names} are fields of an example. null sends none.
     system: str | None = None
-    # Assistant turns of `messages` that sft learns from: last or all.
     learned_turns: str = "last"
-    # What answers the model between its turns, an environment such as
-    # tunix_lite.environments.guessing.GuessingGame. null has single turns.
     environment: Callable | None = None
-    # Usual lengths of this task: generation.max_prompt_length and max_new_tokens, unless you set
-    # them. null has none.
     lengths: TaskLengthsConfig | None = None
 
     def __post_init__(self):
@@ -302,21 +291,17 @@ class Task:
         """Starts the workers of rewards, as `settings` say, and of environments, as `conversation`
         says. Yields the task that uses them. The workers are gone at the end."""
         conversation = conversation or self.conversation
-        with contextlib.ExitStack() as at_end:
-            pool = Pool(self.config.functions(), settings)
-            at_end.enter_context(contextlib.closing(pool))
-            environments = None
-            if self.config.environment is not None:
-                environments = EnvironmentPool(self.config.environment, conversation)
-                at_end.enter_context(environments)
-            yield replace(
-                self,
-                pool=pool,
-                say=say,
-                processes=processes,
-                conversation=conversation,
-                environments=environments,
-            )
+        environments = contextlib.nullcontext()
+        if self.config.environment is not None:
+            environments = EnvironmentPool(self.config.environment, conversation)
+        pool = contextlib.closing(Pool(self.config.functions(), settings))
+        with pool as pool, environments as environments:
+            started = {
+                "pool": pool,
+                "environments": environments,
+                "conversation": conversation,
+            }
+            yield replace(self, say=say, processes=processes, **started)
 
     @cached_property
     def text(self) -> PromptText:
@@ -332,8 +317,7 @@ class Task:
     # ---- which examples are taken
 
     def batch(self, batch_size: int, seed: int, step: int) -> list[dict]:
-        """Training examples number `step`. Raises ValueError, on all processes, if one has others,
-        or too few fit."""
+        """Training examples number `step`. ValueError on all: one has others, or too few fit."""
 
         def take() -> list[dict]:
             rows = self.fitting
@@ -356,7 +340,8 @@ class Task:
             return train
         if not isinstance(train, list | tuple):
             return NextThatFits(train, self.look)
-        key = (id(self.config), *self.look_settings)
+        lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
+        key = (id(self.config), *lengths, self.learned)
         if key not in self.looked_at:
             rows = [row for row in train if not self.look(row)]
             # the settings live as long as their key
@@ -378,19 +363,6 @@ class Task:
         """What else than a higher limit takes an example that is too long."""
         others = "truncate" if self.long_prompts == "drop" else "truncate or drop"
         return f"or set generation.long_prompts={others}"
-
-    @property
-    def look_settings(self) -> tuple:
-        """All that a look at an example depends on, beside the example and the tokenizer."""
-        config = self.config
-        lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
-        return (
-            *lengths,
-            self.learned,
-            self.skips,
-            config.template,
-            config.special_tokens_in_data,
-        )
 
     def look(self, example: dict) -> str:
         """Tells why an example is left out, with its place; "": the run takes it. Raises ValueError
@@ -590,14 +562,10 @@ class Grader:
         self._names = [name for name in self._pool.functions if name not in self._group_names]
         # row -> its text
         self._completions: dict[int, CompletionText] = {}
-        # number of a call -> its outcomes; None: another process makes it
-        self._futures: dict[int, Future | None] = {}
+        # number of a call -> what it is of, and its outcomes; None: another process makes it
+        self._calls: dict[int, tuple[str | list[str], Future | None]] = {}
         # seconds for which the run waited for rewards
         self.seconds = 0.0
-
-    def group_of(self, row: int) -> int:
-        """The number of the group that a completion belongs to."""
-        return row // self.num_generations
 
     def _rows(self, group: int) -> list[int]:
         first = group * self.num_generations
@@ -610,16 +578,16 @@ class Grader:
         self._completions[row] = completion
         calls: list[tuple] = [(row, completion, self._names)]
         if self._group_names:
-            group = self.group_of(row)
+            group = row // self.num_generations
             of_group = [self._completions.get(other) for other in self._rows(group)]
             if None not in of_group:
                 calls.append((len(self.examples) + group, of_group, self._group_names))
         processes = self.task.processes
         for call, called_on, names in calls:
-            is_ours = call % processes.count == processes.index
-            self._futures[call] = (
-                self._pool.submit(called_on, self.examples[row], names) if is_ours else None
-            )
+            future = None
+            if call % processes.count == processes.index:
+                future = self._pool.submit(called_on, self.examples[row], names)
+            self._calls[call] = called_on, future
         self.seconds += time.perf_counter() - began
 
     def results(self, rollout: Rollout) -> Graded:
@@ -636,39 +604,36 @@ class Grader:
         # wait for the workers of all processes
         began = time.perf_counter()
         compared = digest([self.examples, [self._completions[row] for row in rows]])
-        futures = [self._futures[call] for call in sorted(self._futures)]
+        futures = [self._calls[call][1] for call in sorted(self._calls)]
         outcomes = shared_outcomes(futures, compared, self.task.processes)
-        calls = dict(zip(sorted(self._futures), outcomes))
-        self._ask_reward_models(calls)
+        calls = dict(zip(sorted(self._calls), outcomes))
+        texts = [str(self._completions[row]) for row in rows]
+        for name in self.task.config.reward_models:
+            if name not in self.task.scorers:
+                raise ValueError(
+                    f"rewards.{name} is a reward model, which a run and `tunix-lite evaluate` "
+                    "load; leave it out here"
+                )
+            for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
+                calls[row] |= self._pool.by_name([_of(name)], texts[row], iter([outcome]))
         self.seconds += time.perf_counter() - began
 
-        graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
+        graded, kinds_BN, unscorable_B = self._graded(calls, rollout)
         task = self.task
         counts = call_metrics([*calls.values()]) | {
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        # Says what failed, and how the first did.
         replies = failed_replies(graded.rollout)
         first = self._first_failure(calls) or next((reply.message for reply in replies), "")
         total = len(self.examples)
         if graded.dropped.all():
             raise SharedError(f"all {total} completions were dropped; the first: {first}")
-        say = self.task.say
-        if say is not None and any(counts[metric] for metric in FAILED):
-            failed = ", ".join(
-                f"{metric.removeprefix('rewards/')} {counts[metric]}"
-                for metric in (*FAILED, "rewards/dropped")
-                if counts[metric]
-            )
-            say(f"rewards that failed, of {total} completions: {failed}; the first: {first}")
-        if say is not None and replies:
-            kinds = Counter(reply.failure for reply in replies)
-            how = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
-            say(
-                f"environments that failed, of {total} conversations: {how}; the first: "
-                f"{replies[0].message}"
-            )
+        failed = {name.removeprefix("rewards/"): counts[name] for name in FAILED}
+        self._tell("rewards", "completions", failed, counts["rewards/dropped"], first)
+        if replies:
+            kinds = Counter(sorted(reply.failure for reply in replies))
+            self._tell("environments", "conversations", kinds, 0, replies[0].message)
         groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
         metrics = reward_metrics(graded, kinds_BN, groups) | counts
         metrics |= completion_metrics(graded.correct, rollout)
@@ -685,19 +650,15 @@ class Grader:
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         return replace(graded, metrics=metrics)
 
-    def _ask_reward_models(self, calls: dict[int, dict[str, Outcome]]) -> None:
-        """Adds their outcomes to those of each completion, on all processes alike. Raises
-        ValueError as the pool does, and where one is not loaded."""
-        texts = [str(self._completions[row]) for row in range(len(self.examples))]
-        for name in self.task.config.reward_models:
-            if name not in self.task.scorers:
-                raise ValueError(
-                    f"rewards.{name} is a reward model, which a run and `tunix-lite evaluate` "
-                    "load; leave it out here"
-                )
-            for row, outcome in enumerate(self.task.scorers[name](self.examples, texts)):
-                one = self._pool.by_name([_of(name)], texts[row], iter([outcome]))
-                calls[row] = calls[row] | one
+    def _tell(
+        self, who: str, of: str, failed: Mapping[str, int], dropped: int, first: str
+    ) -> None:
+        """Says how many of them failed, and how the first did."""
+        if self.task.say is not None and any(failed.values()):
+            counts = {**failed, "dropped": dropped}
+            how = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
+            total = len(self.examples)
+            self.task.say(f"{who} that failed, of {total} {of}: {how}; the first: {first}")
 
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""
@@ -711,17 +672,14 @@ class Grader:
             return ""
         errors = (one for one in failures if one[2].kind in FAILURES)
         call, name, outcome = next(errors, failures[0])
-        if call < len(self.examples):
-            return self._pool.describe_failure(name, outcome, str(self._completions[call]))
-        rows = self._rows(call - len(self.examples))
-        texts = [str(self._completions[row]) for row in rows]
-        return self._pool.describe_failure(name, outcome, texts)
+        called_on, _ = self._calls[call]
+        return self._pool.describe_failure(name, outcome, called_on)
 
     def _outcomes(self, row: int, calls: dict[int, dict[str, Outcome]]) -> dict[str, Outcome]:
         """The outcomes of a completion, with its part of those of its group's call."""
         outcomes = dict(calls[row])
-        of_group = calls[len(self.examples) + self.group_of(row)] if self._group_names else {}
-        for name, outcome in of_group.items():
+        group = len(self.examples) + row // self.num_generations
+        for name, outcome in calls.get(group, {}).items():
             outcomes[name] = outcome
             if not outcome.kind:
                 value = outcome.value[row % self.num_generations]
@@ -731,13 +689,12 @@ class Grader:
         return outcomes
 
     def _graded(
-        self, rows: Sequence[int], calls: dict[int, dict[str, Outcome]], rollout: Rollout
+        self, calls: dict[int, dict[str, Outcome]], rollout: Rollout
     ) -> tuple[Graded, np.ndarray, np.ndarray]:
-        """The grades of these rows, without metrics; kinds of outcomes [B, rewards]; which are
-        unscorable [B]. rollout: of these rows."""
+        """The grades, without metrics; kinds of outcomes [B, rewards]; which are unscorable [B]."""
         task = self.task
         config = task.config
-        examples = [self.examples[row] for row in rows]
+        rows = range(len(self.examples))
         outcomes = [self._outcomes(row, calls) for row in rows]
         conversations = rollout.conversations
 
@@ -759,13 +716,12 @@ class Grader:
                 rollout, task.conversation, total_B, dropped_B, by_turn
             )
 
-        # Where the environment alone gives rewards, right is what it calls won or, if it calls none
-        # so, what it gave any.
+        # Without other rewards, right is what the environment calls won, else what it rewards.
         if config.rewards:
             correct_B = values_of(outcomes, config.correct_is) > 0
         elif (correct_B := won(rollout)) is None:
             correct_B = each[ENVIRONMENT] > 0
-        prompts = [task.text.ask(example) for example in examples]
+        prompts = [task.text.ask(example) for example in self.examples]
         # environments may begin with something else
         for place, one in enumerate(() if conversations is None else conversations):
             prompts[place] = prompts[place] if one.opening is None else one.opening
@@ -781,7 +737,7 @@ class Grader:
             dropped=dropped_B,
             each=each,
             weights=weights,
-            examples=examples,
+            examples=self.examples,
             num_generations=self.num_generations,
             rollout=rollout,
             turn_rewards=by_turn,

@@ -34,8 +34,7 @@ class TextSource:
 
     @cached_property
     def files(self) -> list[TokenFiles]:
-        """The files of training and, where they have files of their own, of held-out rows. Raises
-        ValueError."""
+        """The files of training, and of held-out rows if they have their own. Raises ValueError."""
         config = self.config
         patterns = ((config.train, "train"), (config.held_out, "test"))
         return [
@@ -44,7 +43,6 @@ class TextSource:
                 self.tokenizer,
                 Path(CACHE if config.cache == "auto" else config.cache).expanduser(),
                 config.field,
-                config.separator,
                 config.special_tokens_in_data,
                 config.held_out_every if config.held_out is None else 0,
                 (jax.process_index(), jax.process_count()),
@@ -81,6 +79,7 @@ class TextTaskConfig(TaskConfig):
     """A task of plain text: files of documents, joined with the end token and cut into full rows.
     Example: algorithm=sft task=text task.train='corpus/*.jsonl' task.row_tokens=1024"""
 
+    # conf/task/text.yaml explains each setting
     # made of the settings below, once the tokenizer is there
     source: Any = unset(default=None, compare=False, repr=False)
     # what other tasks have, and rows of text do not
@@ -92,35 +91,18 @@ class TextTaskConfig(TaskConfig):
     learned_turns: str = unset(default="last")
     environment: Callable | None = unset(default=None)
     lengths: TaskLengthsConfig | None = unset(default=None)
-    # Text files to train on: a path, a pattern such as 'corpus/*.jsonl', or hub:org/name. Names end
-    # with .jsonl, .txt or .parquet.
     train: str | None = None
-    # Files to evaluate with, in the same way. null holds out documents of `train`.
     held_out: str | None = None
-    # One document in so many is held out where `held_out` is null. 0 holds out none.
     held_out_every: int = 100
-    # Field of a row of .jsonl or .parquet that is the text.
     field: str = "text"
-    # Text between two documents of a .txt file, such as "\n\n". null takes a file as one document.
-    separator: str | None = None
-    # Tokens of a row.
     row_tokens: int = 1024
-    # What a token sees: documents (those before it of its own document), or across (all before it
-    # in the row).
     attention: str = "documents"
-    # Folder that keeps the tokens of the files, the same on all hosts. auto takes
-    # ~/.cache/tunix_lite/text.
     cache: str = "auto"
 
     packs_rows = True
 
     def __post_init__(self):
         check_on_disk("cache", self.cache)
-        # Hydra takes the letters between quotes as they are
-        text = self.separator and self.separator.replace("\\n", "\n")
-        object.__setattr__(self, "separator", text)
-        ends = [] if text is None else [text[i:] for i in range(1, len(text))]
-        is_ambiguous = any(map((text or "").startswith, ends)) and text != text[0] * len(text)
         wrong = {
             "train is missing: give task.train=FILE, or a pattern": self.train is None,
             f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}": (
@@ -129,9 +111,6 @@ class TextTaskConfig(TaskConfig):
             f"row_tokens={self.row_tokens} must be at least 2": self.row_tokens < 2,
             f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing to "
             "train on": self.held_out_every < 0 or self.held_out_every == 1,
-            f"separator={text!r} ends as it begins, so two places could be meant; choose "
-            "another": is_ambiguous,
-            "separator is empty; null takes a file as one document": text == "",
         }
         for why in filter(wrong.get, wrong):
             raise ValueError(why)

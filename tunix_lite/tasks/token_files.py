@@ -40,13 +40,11 @@ PART_BYTES = 2**25
 _PART_ROWS = 20_000
 # documents that are tokenised together
 AT_ONCE = 128
-# bytes that are read at once beyond a part
-MORE = 2**18
 # seconds without a new part of another process after which this one makes the rest itself
 PATIENCE = 120.0
 FORMATS = (".jsonl", ".txt", ".parquet")
 # another number makes the tokens anew
-VERSION = 3
+VERSION = 4
 
 
 class _Part(NamedTuple):
@@ -88,7 +86,6 @@ class TokenFiles:
     tokenizer: Tokenizer
     cache: Path
     field: str = "text"
-    separator: str | None = None
     special_tokens_in_data: str = "text"
     # one document in so many is held out; 0: none
     held_out_every: int = 0
@@ -113,15 +110,16 @@ class TokenFiles:
     @cached_property
     def folders(self) -> list[Path]:
         """The folder of each part's tokens."""
+        stats = {
+            part.file: not is_hub(part.file) and os.stat(part.file) for part in self.parts
+        }
         files = [
-            [file]
-            if is_hub(file)
-            else [os.path.abspath(file), os.path.getsize(file), os.stat(file).st_mtime_ns]
-            for file in dict.fromkeys(part.file for part in self.parts)
+            [os.path.abspath(file), stat.st_size, stat.st_mtime_ns] if stat else [file]
+            for file, stat in stats.items()
         ]
         tokenizer = self.tokenizer
         tokens = [tokenizer.backend.to_str(), tokenizer.start_ids, tokenizer.end_id]
-        cut = [self.field, self.separator, self.special_tokens_in_data, self.held_out_every]
+        cut = [self.field, self.special_tokens_in_data, self.held_out_every]
         made_of = json.dumps([VERSION, PART_BYTES, files, tokens, cut])
         folder = self.cache / hashlib.sha256(made_of.encode()).hexdigest()[:16]
         return [folder / f"{i:06d}" for i in range(len(self.parts))]
@@ -155,9 +153,10 @@ class TokenFiles:
         part = self.parts[number]
         tokens = {split: array("i") for split in SPLITS}
         ends = {split: array("q") for split in SPLITS}
-        # a file that is one document counts as one; else those of a part do
-        count = part.number if self._is_whole(part) else 0
-        is_start = not part.begin or not self._is_whole(part)
+        # a text file counts as one document; else those of a part do
+        is_text = part.file.endswith(".txt")
+        count = part.number if is_text else 0
+        is_start = not part.begin or not is_text
         documents = self._documents(part)
         while some := list(islice(documents, AT_ONCE)):
             texts = [text for _, text, _ in some]
@@ -196,18 +195,13 @@ class TokenFiles:
                     f"task.cache={self.cache} cannot be written: {error.strerror}"
                 ) from error
 
-    def _is_whole(self, part: _Part) -> bool:
-        """Returns whether the file of the part is one document."""
-        return part.file.endswith(".txt") and self.separator is None
-
     def _documents(self, part: _Part) -> Iterator[tuple[str, str, bool]]:
         """(place, text, whether it ends there) of the documents of a part that are not blank, or of
         the lines of its only one. Raises ValueError."""
         file, _, begin, end = part
         is_text = file.endswith(".txt")
         if is_text or file.endswith(".jsonl"):
-            separator = self.separator if is_text else "\n"
-            raw = _cut(part, separator and separator.encode())
+            raw = _lines(part)
         elif is_hub(file):
             rows = enumerate(table_of_hub(file).select(range(begin, end)), begin + 1)
             raw = ((f"{file}, row {i}", row, True) for i, row in rows)
@@ -219,8 +213,8 @@ class TokenFiles:
                 text = data.decode() if is_text else self._text_of(data)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            if text.strip() or self._is_whole(part):
-                yield place, text, is_end
+            if text.strip() or is_text:
+                yield place, text, is_end or not is_text
 
     def _text_of(self, data: bytes | dict) -> str:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
@@ -238,34 +232,17 @@ class TokenFiles:
         )
 
 
-def _cut(part: _Part, separator: bytes | None) -> Iterator[tuple[str, bytes, bool]]:
-    """(place, text, True) of the texts between separators that begin in the part. None: the file is
-    one text, and comes in lines, the last with True. Where several newlines separate, more of them
-    do, too: so each part finds the same separators."""
-    mark = separator or b"\n"
-    many = re.escape(mark[:1]) + b"{%d,}" % len(mark)
-    between = re.compile(many if mark == mark[:1] * len(mark) else re.escape(mark))
+def _lines(part: _Part) -> Iterator[tuple[str, bytes, bool]]:
+    """(place, line, whether it is the last of the file) of the lines that begin in the part."""
+    size = os.path.getsize(part.file)
     with open(part.file, "rb") as file:
-        # A separator may end where the part begins, and the last text goes on behind it.
-        at = max(0, part.begin - len(mark))
-        file.seek(at)
-        data = file.read(part.end - at)
-        last = max(0, len(data) - len(mark))
-        while (after := between.search(data, last)) is None or after.end() == len(data):
-            if not (more := file.read(MORE)):
-                break
-            data += more
-        start = len(BOM_UTF8) if not at and data.startswith(BOM_UTF8) else 0
-        if part.begin:
-            before = between.search(data)
-            start = before.end() if before else len(data)
-        while at + start < part.end:
-            after = between.search(data, start)
-            end = after.end() if after else len(data)
-            text = data[start : after.start() if after and separator else end]
-            is_end = bool(separator) or at + end == os.path.getsize(part.file)
-            yield f"{part.file}, byte {at + start}", text, is_end
-            start = end
+        # a line may end where the part begins
+        file.seek(max(0, part.begin - 1))
+        at = part.begin and part.begin - 1 + len(file.readline())
+        while at < part.end and (line := file.readline()):
+            text = line if at else line.removeprefix(BOM_UTF8)
+            yield f"{part.file}, byte {at}", text, at + len(line) == size
+            at += len(line)
 
 
 class TokenRows(Sequence):
@@ -308,19 +285,14 @@ class TokenRows(Sequence):
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a row, int32; the last row may have fewer than `width`."""
         begin, end = self._place(row)
+        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right")
         pieces = []
-        for part in range(
-            int(np.searchsorted(self._starts, begin, side="right")) - 1, len(self._files)
-        ):
-            start = int(self._starts[part])
-            count = min(end, int(self._starts[part + 1])) - begin
+        for part in range(first - 1, last):
+            start, stop = self._starts[part : part + 2]
+            skipped = max(begin - start, 0)
+            count = min(end, stop) - start - skipped
             # not mapped: pages of a mapped file would count as memory of the process
-            pieces.append(
-                np.fromfile(self._files[part], np.int32, count, offset=4 * (begin - start))
-            )
-            begin += count
-            if begin == end:
-                break
+            pieces.append(np.fromfile(self._files[part], np.int32, count, offset=4 * skipped))
         return np.concatenate(pieces)
 
     def segment_ids(self, row: int) -> np.ndarray:

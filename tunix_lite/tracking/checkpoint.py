@@ -26,7 +26,7 @@ from tunix_lite.basics import digests
 from tunix_lite.basics.addresses import address_of
 from tunix_lite.basics.best import Best
 from tunix_lite.basics.errors import is_of_a_peer
-from tunix_lite.basics.plain_text import shown
+from tunix_lite.basics.plain_text import reason_of, shown
 from tunix_lite.basics.types import POLICY, Params, TrainState, policy_part
 from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
@@ -83,8 +83,8 @@ class Checkpoints:
         # what is being saved beside the state: ABOUT, and completions in flight
         self._saving: tuple[dict, dict[str, np.ndarray] | None] = ({}, None)
         # which folders these are, to notice one that was deleted and made again
-        self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
-        self._own = _identity(self.folder) if self.folder.is_dir() else None
+        folders = (self.folder.parent, self.folder)
+        self._known = {folder: _identity(folder) for folder in folders if folder.is_dir()}
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
@@ -160,8 +160,7 @@ class Checkpoints:
         return None
 
     def check_whole(self, step: int) -> None:
-        """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut
-        off."""
+        """Raises ValueError, with the remedy, if files of it are missing or cut off."""
         if missing := self._missing(step):
             raise ValueError(self._damaged(step, missing))
 
@@ -185,9 +184,9 @@ class Checkpoints:
         OSError. skipped: updates skipped in a row. in_flight: completions that no update has taken
         yet, as arrays."""
         step = int(state.step)
-        if self._own is None:
+        if self.folder not in self._known:
             self.folder.mkdir(exist_ok=True)
-            self._own = _identity(self.folder)
+            self._known[self.folder] = _identity(self.folder)
         with self._as_os_error():
             # The save before still reads what is set here.
             self._manager.wait_until_finished()
@@ -210,11 +209,6 @@ class Checkpoints:
         chosen_step. Raises as `restore`."""
         step = self.chosen_step(step)
         return step, policy_part(self._read(step, {"params": like}, is_part=True)["params"])
-
-    def _tree(self, step: int) -> Tree:
-        """The shapes of a checkpoint, as orbax has written them down."""
-        folder = self._there / str(step) / "default"
-        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
     def chosen_step(self, step: int | str | None) -> int:
         """This step; None: the newest; best: that of the best checkpoint, by status.json. Raises
@@ -240,8 +234,7 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def skipped(self, step: int) -> int:
-        """Counts the updates in a row that were skipped up to this step. Raises ValueError if its
-        file is damaged."""
+        """Counts the updates in a row that were skipped up to this step. ValueError: damage."""
 
         def read(file: Path) -> int:
             count = read_object(file).get(_SKIPPED)
@@ -253,8 +246,7 @@ class Checkpoints:
         return self._beside(step, _ABOUT, read) or 0
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
-        """The completions in flight at this step; None: there are none. Raises ValueError if it is
-        damaged."""
+        """The completions in flight at this step; None: there are none. ValueError: damage."""
 
         def read(file: Path) -> dict[str, np.ndarray]:
             check_only_files(file.parent)
@@ -273,7 +265,7 @@ class Checkpoints:
             return read(file)
         # numpy and zipfile raise what they like
         except Exception as error:
-            raise ValueError(self._damaged(step, f"{name}: {_reason(error)}")) from error
+            raise ValueError(self._damaged(step, f"{name}: {reason_of(error)}")) from error
 
     def _read(self, step: int, wanted: Tree, is_part: bool = False) -> Tree:
         """Restores arrays of these shapes, dtypes and shardings. Raises ValueError. is_part:
@@ -293,29 +285,34 @@ class Checkpoints:
             more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
             raise ValueError(self._damaged(step, damage[0] + more))
         _silence_orbax_errors()
-        if is_part:
-            # Who reads a part of it may not know that a critic has trained as well. Of a tree that
-            # cannot be read orbax says more below.
-            with contextlib.suppress(Exception):
-                if POLICY in self._tree(step)["params"]:
-                    wanted = {"params": {POLICY: wanted["params"]}}
+        try:
+            there = self._there / str(step) / "default"
+            tree = ocp.PyTreeCheckpointHandler().metadata(there).tree
+            # Who reads a part of it may not know that a critic has trained as well.
+            if is_part and POLICY in tree["params"]:
+                wanted = {"params": {POLICY: wanted["params"]}}
+            here = _shapes(wanted)
+            there = _shapes(tree)
+        except Exception as error:
+            raise ValueError(self._damaged(step, reason_of(error))) from error
+        names = here if is_part else here | there
+        if other := [name for name in names if here.get(name) != there.get(name)]:
+            shapes = [
+                f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
+            ]
+            more = f"; and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+            raise ValueError(
+                f"step {step} of {self.folder} does not fit this model or optimizer: "
+                f"{'; '.join(shapes[:_SHOWN])}{more}"
+            )
 
         # A saved chunk is read as a whole, so twice the largest array must fit.
         leaves = jax.tree.leaves(wanted)
         largest = max(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         host_gb = max(_HOST_GB, 1 + math.ceil(2 * largest / 1e9))
-        if is_part:
-            handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
-            restore = jax.tree.map(
-                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape),
-                wanted,
-            )
-            args = ocp.args.PyTreeRestore(
-                item=wanted, restore_args=restore, partial_restore=True
-            )
-        else:
-            handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=host_gb)
-            args = ocp.args.StandardRestore(wanted)
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(wanted, restore_args, partial_restore=is_part)
         options = ocp.CheckpointManagerOptions(create=False)
         try:
             with ocp.CheckpointManager(
@@ -329,28 +326,7 @@ class Checkpoints:
         except Exception as error:
             if is_of_a_peer(error):
                 raise
-            raise ValueError(self._why_not(step, wanted, is_part, error)) from error
-
-    def _why_not(self, step: int, wanted: Tree, is_part: bool, error: Exception) -> str:
-        """Says why a step could not be restored: it holds other arrays, or it is damaged."""
-        try:
-            here = _shapes(wanted)
-            there = _shapes(self._tree(step))
-        except Exception as unreadable:
-            return self._damaged(step, _reason(unreadable))
-        if is_part:
-            there = {name: there[name] for name in here if name in there}
-        other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if not other:
-            return self._damaged(step, _reason(error))
-        shapes = [
-            f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
-        ]
-        more = f"; and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-        return (
-            f"step {step} of {self.folder} does not fit this model or optimizer: "
-            f"{'; '.join(shapes[:_SHOWN])}{more}"
-        )
+            raise ValueError(self._damaged(step, reason_of(error))) from error
 
     def _damaged(self, step: int, why: str) -> str:
         """The message that a step cannot be used, with the folder to remove."""
@@ -373,13 +349,12 @@ class Checkpoints:
             self.wait()
 
     def _check_there(self) -> None:
-        """Raises OSError if the run's folder, or that of its checkpoints, was replaced, or another
-        run has it in its bucket."""
+        """Raises OSError if a folder was replaced, or another run has it in its bucket."""
         bucket = held_bucket(self.folder)
         if bucket is not None and bucket.lost is not None:
             raise OSError(errno.EREMOTEIO, bucket.lost, str(self.folder))
-        for folder, known in ((self.folder.parent, self._parent), (self.folder, self._own)):
-            if known is not None and _identity(folder) != known:
+        for folder, known in self._known.items():
+            if _identity(folder) != known:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 
     @contextlib.contextmanager
@@ -393,7 +368,7 @@ class Checkpoints:
             except OSError as gone:
                 raise gone from error
             if self._is_direct and not isinstance(error, OSError) and not is_of_a_peer(error):
-                text = _reason(error)
+                text = reason_of(error)
                 raise OSError(errno.EREMOTEIO, text, str(self.folder)) from error
             match = re.search(r"(?:os_error_code='|^\[Errno )(\d+)", str(error))
             if not match or getattr(error, "filename", None):
@@ -429,8 +404,7 @@ class Checkpoints:
 
 
 class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Keeps the best checkpoints, those of an earlier start of the run too; orbax would forget what
-    it did not write itself."""
+    """Keeps the best checkpoints, those of an earlier start too, which orbax would forget."""
 
     def __init__(self, best: Best, count: int):
         self._best = best
@@ -459,15 +433,6 @@ def is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of the error that caused this one, without the details of tensorstore."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = re.split(r" \[(?:tensorstore_spec|source locations)", str(error).strip())[0]
-    lines = text.splitlines()
-    return lines[0][:300] if lines else repr(error)
-
-
 def _shapes(tree: Tree) -> dict[str, tuple | str]:
     """The shape of every array by its path, `params/layers/w`; lists count as tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(
@@ -492,8 +457,10 @@ def _silence_orbax_errors() -> None:
     """Keeps orbax and tensorstore from printing an error that they also raise."""
 
     def is_of_others(record: logging.LogRecord) -> bool:
-        is_of_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()
-        return record.levelno < logging.ERROR or not is_of_orbax
+        return (
+            record.levelno < logging.ERROR
+            or "orbax" not in record.pathname + record.getMessage()
+        )
 
     # orbax logs to absl, and asyncio logs for its tasks that nobody waits for any more.
     for name in ("absl", "asyncio"):
@@ -502,12 +469,13 @@ def _silence_orbax_errors() -> None:
 
     def show_others(unraisable: "sys.UnraisableHookArgs") -> None:
         trace = unraisable.exc_traceback
-        code = None if trace is None else trace.tb_frame.f_code
         # After a read that failed, tensorstore calls tasks whose event loop is closed, and other
         # parts of the read fail with nobody waiting for them.
-        if code is None or (
-            code.co_name != "call_soon_threadsafe" and "orbax" not in code.co_filename
-        ):
+        code = trace and trace.tb_frame.f_code
+        is_of_read = code and (
+            code.co_name == "call_soon_threadsafe" or "orbax" in code.co_filename
+        )
+        if not is_of_read:
             show(unraisable)
 
     sys.unraisablehook = show_others

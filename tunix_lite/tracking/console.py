@@ -174,8 +174,7 @@ class Console:
         return pace * (self._max_steps - step) + to_come * self._of_evaluation
 
     def samples(self, rows: list[dict], with_rewards: bool = False) -> None:
-        """Prints completions, each with its extracted answer, marked right or wrong; with_rewards:
-        and with its reward."""
+        """Prints completions with the answer found, right or wrong, and maybe the reward."""
         for row in rows:
             for line in lines_of_sample(row, with_rewards):
                 self._print(line, "green" if row["correct"] else "red")
@@ -259,8 +258,7 @@ class Screen:
         self.flush()
 
     def rewrite(self, text: str) -> None:
-        """Puts a text in the place of the last line, as far as a terminal has columns; "":
-        nothing."""
+        """Puts a text in the place of the last line, cut at the terminal's width; "": nothing."""
         if not self.can_rewrite or not (text or self._is_rewritten):
             return
         columns = shutil.get_terminal_size().columns

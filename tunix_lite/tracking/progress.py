@@ -6,11 +6,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self
+from typing import Self
 
 import jax
 
-from tunix_lite.tracking.console import Screen, seconds_in_words
+from tunix_lite.tracking.console import Console, Screen, seconds_in_words
 
 # Seconds between two whole lines, and between two looks at a line that is rewritten.
 LINE_SECONDS = 30.0
@@ -18,19 +18,6 @@ LOOK_SECONDS = 0.5
 # Work that is over sooner says nothing, where it need not.
 SHORT_SECONDS = 1.0
 _DONE = {"loading": "loaded", "writing": "wrote", "reading back": "read back"}
-
-
-class Output(Protocol):
-    """Where progress is shown: standard error, or the console of a run."""
-
-    def show(self, text: str) -> None:
-        """Puts a text in the place of the last one, if a line can be rewritten; "": nothing."""
-
-    def note(self, text: str) -> None:
-        """Prints a whole line, where no line can be rewritten."""
-
-    def say(self, text: str) -> None:
-        """Prints a whole line."""
 
 
 class StandardError:
@@ -55,6 +42,10 @@ class StandardError:
         """Prints a line."""
         if self._speaks:
             self._screen.print(text)
+
+
+# where progress is shown
+Output = StandardError | Console
 
 
 class Progress:

@@ -54,29 +54,28 @@ class RunDir:
         """Raises ValueError if a run could not write here: no such folder can be made, something
         else lies where a run has a file or a folder, or the disk is full."""
         parents = (self.path.absolute(), *self.path.absolute().parents)
-        lost = next(
-            (path for path in parents if path.is_symlink() and not path.exists()), None
-        )
-        if lost is not None:
+        for link in (path for path in parents if path.is_symlink() and not path.exists()):
             raise ValueError(
-                f"{lost} is a link to {os.readlink(lost)}, which is not there: make that folder, "
+                f"{link} is a link to {os.readlink(link)}, which is not there: make that folder, "
                 "or remove the link"
             )
         there = next(path for path in parents if path.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
 
-        # What must be a file in it, and what a folder. Reading a pipe would wait for ever.
-        files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
-        files += (self.path / self.MODEL, self.chat_template)
-        folders = (self.checkpoints, self.path / "samples", self.path / "skipped")
-        wrong = [file for file in files if file.is_dir() or file.is_fifo() or file.is_socket()]
-        wrong += [folder for folder in folders if folder.exists() and not folder.is_dir()]
-        if wrong:
-            kind = "file" if wrong[0] in files else "folder"
-            raise ValueError(
-                f"{wrong[0]} is no {kind}, and the run keeps one there: move it away"
-            )
+        # Reading a pipe would wait for ever.
+        kinds = {path: "file" for path in vars(self).values() if isinstance(path, Path)}
+        kinds |= {
+            self.path / self.MODEL: "file",
+            self.path: "folder",
+            self.checkpoints: "folder",
+        }
+        kinds |= {self.path / name: "folder" for name in ("reference", "samples", "skipped")}
+        for path, kind in kinds.items():
+            if (path.exists() and path.is_dir() != (kind == "folder")) or path.is_fifo():
+                raise ValueError(
+                    f"{path} is no {kind}, and the run keeps one there: move it away"
+                )
 
         # Permissions say nothing about a full disk, so try to write.
         for folder in [there, *([self.checkpoints] if self.checkpoints.is_dir() else [])]:
@@ -150,8 +149,7 @@ class RunDir:
         return {"first": scores[0], "last": scores[-1]} if scores else {}
 
     def measured(self, name: str, until: int) -> list[tuple[int, float]]:
-        """The (step, value) of a metric in metrics.jsonl up to step `until`, nan for one that is no
-        number."""
+        """The (step, value) of a metric in metrics.jsonl up to step `until`; nan: no number."""
         rows = [row for _, _, row in rows_until(self.metrics, until) if name in row]
         return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
@@ -257,8 +255,7 @@ class Status:
         self.write("running")
 
     def record(self, metrics: Metrics) -> None:
-        """Keeps the scores of an evaluation as the last ones, and the very first also as the
-        first."""
+        """Keeps the scores of an evaluation as the last ones; of the very first as both."""
         if scores := scores_of(metrics):
             self.eval.setdefault("first", scores)
             self.eval["last"] = scores
@@ -311,8 +308,7 @@ class Status:
 
 
 def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
-    """The settings as Hydra kept them, with the values of the fingerprint where they say auto or
-    refer to another setting."""
+    """Hydra's settings, with the fingerprint's values for auto and for references."""
     chosen = {}
     for name, value in settings.items():
         there = fingerprint.get(name)
@@ -331,30 +327,30 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     becomes {}, 0.0 or None; began_from is the step that the run began from, None if not known."""
     status = {}
     problem = ""
+    wrong = []
     # A full disk may have left half a file.
     try:
         status = untrusted.read_object(file) if os.path.lexists(file) else {}
     except ValueError as error:
         problem = str(error)
-    ends = status.get("eval")
-    seconds = status.get("seconds")
-    began = status.get("began_from")
+
     # {}, or a first and a last accuracy
-    has_ends = isinstance(ends, dict) and set(ends) in (set(), {"first", "last"})
-    is_right = {
-        "eval": has_ends
-        and all(
-            isinstance(x, dict) and x and all(map(is_number, x.values()))
-            for x in ends.values()
-        ),
-        "seconds": is_number(seconds) and seconds >= 0,
-        "began_from": began is None or (type(began) is int and began >= 0),
-    }
-    if wrong := [name for name in is_right if name in status and not is_right[name]]:
-        problem = f"{file} cannot be read at {', '.join(wrong)}"
-    return (
-        ends if is_right["eval"] else {},
-        seconds if is_right["seconds"] else 0.0,
-        began if is_right["began_from"] else None,
-        problem,
+    ends = status.get("eval", {})
+    scores = list(ends.values()) if isinstance(ends, dict) else [None]
+    are_scores = all(
+        x and isinstance(x, dict) and all(map(is_number, x.values())) for x in scores
     )
+    if not are_scores or set(ends) not in (set(), {"first", "last"}):
+        ends = {}
+        wrong.append("eval")
+    seconds = status.get("seconds", 0.0)
+    if not is_number(seconds) or seconds < 0:
+        seconds = 0.0
+        wrong.append("seconds")
+    began = status.get("began_from")
+    if began is not None and (type(began) is not int or began < 0):
+        began = None
+        wrong.append("began_from")
+    if wrong:
+        problem = f"{file} cannot be read at {', '.join(wrong)}"
+    return ends, seconds, began, problem

@@ -27,15 +27,11 @@ class Countdown(GeneratedSource):
     way. Other expressions that reach it are right, too.
     Example: {"question": "Reach 14 with some of 7, 8, 13, 16, each once", ...}."""
 
-    # Fewest numbers in a problem.
+    # conf/task/countdown.yaml explains each setting
     min_numbers: int = 3
-    # Most numbers in a problem.
     max_numbers: int = 4
-    # Largest number in a problem.
     max_value: int = 25
-    # Largest target.
     max_target: int = 100
-    # true wants an answer with every number. false also takes one with some of them.
     use_all: bool = False
 
     def __post_init__(self):
