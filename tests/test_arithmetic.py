@@ -14,7 +14,7 @@ from tunix_lite.models.activations import ACTIVATIONS, gated
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
-from tunix_lite.models.weights import Lora, Weight, for_compute, is_weight, project
+from tunix_lite.models.weights import Lora, Weight, for_compute, project
 from tunix_lite.parallel.mesh import put
 
 
@@ -39,7 +39,7 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, has_ada
         lora = LoraConfig(rank=3, targets=".*/(q|o|up)")
         rng = np.random.default_rng(1)
         declared = adapter_weights(decoder.weights(cfg), lora)
-        adapters = jax.tree.map(lambda w: put(rng.normal(0, 0.3, w.shape), *w.axes), declared, is_leaf=is_weight)
+        adapters = jax.tree.map(lambda w: put(rng.normal(0, 0.3, w.shape), *w.axes), declared)
         params = attach(params, adapters, lora)
     tokens = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))

@@ -34,7 +34,6 @@ from tunix_lite.models.weights import (
     Weight,
     fan_in,
     for_compute,
-    is_weight,
     ones,
     project,
     stacked,
@@ -195,7 +194,7 @@ def copy_to_score(
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
     # norms stay in float32, as in training
-    dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
+    dtypes = jax.tree.map(kept_dtype, weights(cfg))
     return jax.tree.map(copy, params, dtypes)
 
 

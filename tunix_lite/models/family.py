@@ -4,7 +4,7 @@ kinds of its layers. models/families.py has the families."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from tunix_lite.basics.plain_text import shown
 
@@ -15,24 +15,41 @@ ROTATIONS = {1: "global", 0: "unrotated"}
 HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
 LENGTH = "original_max_position_embeddings"
 MOST = "max_position_embeddings"
-# Field of Yarn -> key of a rope object of config.json.
-YARN_KEYS = {
-    "factor": "factor",
-    "original_positions": LENGTH,
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "amplitude": "attention_factor",
-    "query_growth": "llama_4_scaling_beta",
-    "truncate": "truncate",
+# rope_type -> the field of Architecture that it fills, and the keys of a rope object by its fields.
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
+ROPES = {
+    "linear": ("rope_scaling", {"factor": "factor"}),
+    "llama3": (
+        "rope_scaling",
+        dict(zip(_LLAMA3_FIELDS, _LLAMA3_FIELDS)) | {"original_positions": LENGTH},
+    ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": "factor",
+            "original_positions": LENGTH,
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "amplitude": "attention_factor",
+            "query_growth": "llama_4_scaling_beta",
+            "truncate": "truncate",
+        },
+    ),
+    "longrope": (
+        "longrope",
+        {
+            "short_factors": "short_factor",
+            "long_factors": "long_factor",
+            "original_positions": LENGTH,
+            "long_positions": MOST,
+            "amplitude": "attention_factor",
+        },
+    ),
 }
 # Field that a message of Architecture, or of what it holds, names -> key of a rope object.
-ROPE_KEYS = {field: key for field, key in YARN_KEYS.items() if field != key} | {
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-    "long_positions": MOST,
-    "rope_theta_global": "rope_theta",
-    "rope_theta_local": "rope_theta",
-}
+ROPE_KEYS = {
+    field: key for _, keys in ROPES.values() for field, key in keys.items() if field != key
+} | {"rope_theta_global": "rope_theta", "rope_theta_local": "rope_theta"}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -116,8 +133,15 @@ PER_LAYER = {
 }
 
 
-def as_number(value: object, key: str, kind: type) -> Any:
-    """The value as an int, a finite float or a bool. Raises ValueError, naming the key."""
+def as_number(value: object, key: str, kind: Any) -> Any:
+    """The value as an int, a finite float or a bool, as None where its type says so, or as a tuple
+    of such. Raises ValueError, naming the key."""
+    if parts := get_args(kind):
+        if get_origin(kind) is not tuple:
+            return None if value is None else as_number(value, key, parts[0])
+        if not isinstance(value, list):
+            raise ValueError(f"{key}={shown(value)}; it is a list of numbers")
+        return tuple(as_number(one, key, parts[0]) for one in value)
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
     # A larger one may be beyond every float.

@@ -36,8 +36,6 @@ from tunix_lite.models.weights import (
     Weight,
     dense,
     flatten,
-    is_quantized,
-    is_weight,
     shardings,
     unstacked,
 )
@@ -541,11 +539,7 @@ def load_params(
         if weight.is_stacked:
             # jnp.zeros(device=...) would make them on one device and copy them to the others, by
             # way of temporaries as large
-            def make(leaf: Leaf = leaf) -> Leaf:
-                return jax.tree.map(
-                    lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight
-                )
-
+            make = partial(jax.tree.map, lambda w: jnp.zeros(w.shape, w.dtype), leaf)
             stack = jax.jit(make, out_shardings=shardings(leaf))()
         parts = parts_of[path]
         # of each layer, one or those of its experts
@@ -557,7 +551,6 @@ def load_params(
                 _piece(tensors, parts[i : i + count], unstacked(weight)),
                 jnp.int32(i // count),
                 leaf,
-                unstacked(weight).num_counted + weight.inputs,
                 to,
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
@@ -612,18 +605,16 @@ def _check_copy(tensors: Tensors | GgufTensors, name: str, other: str) -> None:
             )
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _write(
     stack: Leaf | None,
     piece: jax.Array,
     layer: jax.Array,
     leaf: Leaf,
-    inputs: int,
     to: tuple[NamedSharding, ...],
 ) -> Leaf:
     """`stack` with a piece in one of its layers, written in place as `leaf` of the table says."""
-    one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
-    value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
+    value = quantize(piece, jax.tree.map(unstacked, leaf))
     if stack is not None:
         # x.at[layer].set(v) is a scatter, of which XLA's CPU backend, in bfloat16, makes a copy of
         # all layers for each.
