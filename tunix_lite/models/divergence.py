@@ -19,6 +19,7 @@ from tunix_lite.models.vocabulary import (
     constrained,
     numbered,
     pulled_back,
+    scores_and_totals,
     softcapped,
     table_in_blocks,
     zero_sums,
@@ -112,19 +113,9 @@ def _forward(
         ]
 
     # the first pass: what each model's logits are normalised by
-    def add_totals(sums: tuple, block: tuple) -> tuple[tuple, None]:
-        grown = []
-        for (top, total), logits in zip(sums, both(*block)):
-            # the sum so far was taken relative to the old maximum
-            higher = jnp.maximum(top, jnp.max(logits, axis=-1))
-            exps = jnp.exp(logits - higher[..., None])
-            grown.append((higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)))
-        return tuple(grown), None
-
-    start = (zeros + BELOW_ALL, zeros)
-    sums, _ = jax.lax.scan(add_totals, (start, start), blocks)
-    # the parts of the vocabulary [B, M, P] meet here, for the first time
-    totals = [jax.nn.logsumexp(top + jnp.log(total), axis=-1) for top, total in sums]
+    none = jnp.full(hidden_BMD.shape[:2], -1)
+    heads = ((hidden_BMD, table_NPSD), (teacher_BME, teacher_NPSE))
+    totals = [scores_and_totals(spec, *head, none)[1] for spec, head in zip(specs, heads)]
 
     # the second pass: log-probabilities of a block, and their terms
     def add_terms(sums: tuple, block: tuple) -> tuple[tuple, None]:

@@ -179,11 +179,11 @@ def _scores(
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    results, _ = _forward(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
+    results, _ = scores_and_totals(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
     return results
 
 
-def _forward(
+def scores_and_totals(
     spec: HeadSpec,
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
@@ -243,7 +243,7 @@ def _forward_with_residuals(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """The forward pass, and what the backward pass needs of it."""
     arrays = (hidden.value, constrained(table.value), targets.value)
-    results, log_total = _forward(spec, *arrays)
+    results, log_total = scores_and_totals(spec, *arrays)
     _, entropy, _ = results
     # Whether the table trains is a matter of structure, () or None, so that it is known while
     # tracing.
