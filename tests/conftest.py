@@ -125,7 +125,7 @@ def logits_of(params, cfg: Architecture, tokens, dtype=jnp.float32) -> np.ndarra
     @jax.jit
     def run(params):
         meta = attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
-        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype))
+        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype)[0])
 
     return np.asarray(run(params))
 

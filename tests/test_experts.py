@@ -300,7 +300,7 @@ def dense_mixture(x, ids, weights, w, cfg, *_):
 
 
 def loss_of(params, cfg, tokens, meta, dtype=jnp.float32, **settings):
-    h, routed = decoder.forward_and_routes(params, cfg, tokens, meta, dtype, **settings)
+    h, routed = decoder.forward(params, cfg, tokens, meta, dtype, **settings)
     # real tokens alone, and the router's sums; all of it is a sum over rows
     total = jnp.sum(jnp.sin(h) * (meta.segments > 0)[..., None])
     return total + jnp.sum(routed.prob_sum * jnp.arange(cfg.experts.count)) / 4 + jnp.sum(routed.z_sum) / 16
@@ -387,7 +387,7 @@ def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_
 
     @jax.jit
     def both(params, routes):
-        h, routed = decoder.forward_and_routes(params, cfg, TOKENS, meta, routes_LBTk=routes, scan_layers=scan_layers)
+        h, routed = decoder.forward(params, cfg, TOKENS, meta, routes_LBTk=routes, scan_layers=scan_layers)
         layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu=True)
 
         def attend(layer, *qkv):

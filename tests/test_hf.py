@@ -266,7 +266,7 @@ def test_an_untied_head_gives_the_scores(folder):
     params = hf.load_params(folder, cfg, GEMMA3)
     tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
     row = attention.one_sequence_per_row(np.ones_like(tokens, bool))
-    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, row)
+    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, row)[0]
     np.testing.assert_array_equal(params["embed"], embed)
     by_hand = np.float64(hidden) @ np.float64(head).T
     np.testing.assert_allclose(decoder.logits(params, cfg, hidden), by_hand, rtol=1e-5, atol=1e-5)

@@ -96,7 +96,7 @@ WIDTH = PROMPT + NEW
 @jax.jit
 def _alone(params, tokens, length, routes):
     meta = attention.one_sequence_per_row(jnp.arange(WIDTH)[None] < length)
-    hidden, routed = decoder.forward_and_routes(params, CFG, tokens, meta, routes_LBTk=routes)
+    hidden, routed = decoder.forward(params, CFG, tokens, meta, routes_LBTk=routes)
     logprobs = jax.nn.log_softmax(decoder.logits(params, CFG, hidden)[0])
     return jnp.take_along_axis(logprobs[:-1], tokens[0, 1:, None], axis=1)[:, 0], routed
 
@@ -331,7 +331,7 @@ def test_answers_of_an_environment_have_routes_too(mixture):
     talked = sample(mixture, ragged_prompts(P), jax.random.key(5), 2, 1.0, partner=Numbers())
     assert sum(len(one.turns) > 1 for one in talked.conversations) >= 2
     meta = attention.one_sequence_per_row(talked.token_mask)
-    routed = jax.jit(decoder.forward_and_routes, static_argnums=1)(mixture, CFG, talked.tokens, meta)[1]
+    routed = jax.jit(decoder.forward, static_argnums=1)(mixture, CFG, talked.tokens, meta)[1]
     ids = np.moveaxis(np.asarray(routed.ids), 0, 2).reshape(*talked.tokens.shape, L * K)
     np.testing.assert_array_equal(talked.routes[talked.token_mask], ids[talked.token_mask])
     assert not talked.routes[~talked.token_mask].any()
@@ -448,7 +448,7 @@ def _router_inputs(params, tokens, length):
         patch.setattr(experts, "route", watched)
         meta = attention.one_sequence_per_row(jnp.arange(WIDTH)[None] < length)
         # without loops and checkpoints, out of which nothing could be caught
-        decoder.forward_and_routes(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
+        decoder.forward(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
     return jnp.stack(seen)
 
 

@@ -207,19 +207,6 @@ def forward(
     tokens_BT: jax.Array,
     meta: AttentionMeta,
     dtype: DTypeLike = jnp.float32,
-    **settings: Any,
-) -> jax.Array:
-    """Hidden states [B, T, D] of whole rows, after the final norm. settings: further ones of
-    `forward_and_routes`."""
-    return forward_and_routes(params, cfg, tokens_BT, meta, dtype, **settings)[0]
-
-
-def forward_and_routes(
-    params: Params,
-    cfg: Architecture,
-    tokens_BT: jax.Array,
-    meta: AttentionMeta,
-    dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     attend: Callable[..., jax.Array] = attention.xla,
     reduce_dtype: DTypeLike = jnp.float32,
@@ -343,7 +330,7 @@ def _scan_layers(
     policy: Callable[..., bool] | None,
 ) -> tuple[jax.Array, Routed | None]:
     """The hidden states after all layers, by scans over them, and where tokens were routed. layer:
-    as `forward_and_routes` makes it. inputs: what each layer has of its own, [L, ...]."""
+    as `forward` makes it. inputs: what each layer has of its own, [L, ...]."""
 
     # Where all layers of a stack are of one kind, it is known while compiling.
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
@@ -503,7 +490,7 @@ def forward_by_layer(
     routes_LBTk: jax.Array | None = None,
 ) -> tuple[jax.Array, list, Routed | None]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; what each layer
-    keeps; and where tokens were routed, as `forward_and_routes` has it.
+    keeps; and where tokens were routed, as `forward` has it.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
     layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:

@@ -316,9 +316,18 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
 
 
 def hf_shapes(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, by its name on disk."""
+    """The shape of every tensor of the model, by its name on disk: the embedding, the layers by
+    number, the rest."""
+
+    def place(tensor: tuple[str, list[TensorPart]]) -> tuple[int, int]:
+        parts = tensor[0].split(".")
+        # by number: as text, layer 10 would stand before layer 2
+        if parts[1] == "layers":
+            return 1, int(parts[2])
+        return (0 if "embed" in tensor[0] else 2), 0
+
     shapes = {}
-    for name, parts in hf_parts(cfg, family).items():
+    for name, parts in sorted(hf_parts(cfg, family).items(), key=place):
         shape = (parts[-1].rows.stop, *hf_shape(parts[0].weight)[1:])
         if count := parts[0].experts:
             shape = (count, *(shape[::-1] if family.by_turns else shape))
@@ -643,7 +652,7 @@ def save_params(
 
     dtype: BF16, F16 or F32, or a dict of them by tensor name. on_bytes: is called after each file.
     """
-    shapes = in_order(cfg, family)
+    shapes = hf_shapes(cfg, family)
     types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in shapes}
     tensor = tensors_of(params, cfg, family)
     sizes = {
@@ -653,20 +662,6 @@ def save_params(
     write_shards(
         Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
     )
-
-
-def in_order(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
-    """`hf_shapes` as readers expect them: the embedding, the layers by number, the rest."""
-
-    def place(name: str) -> tuple[int, int]:
-        parts = name.split(".")
-        # by number: as text, layer 10 would stand before layer 2
-        if parts[1] == "layers":
-            return 1, int(parts[2])
-        return (0 if "embed" in name else 2), 0
-
-    shapes = hf_shapes(cfg, family)
-    return {name: shapes[name] for name in sorted(shapes, key=place)}
 
 
 def tensors_of(
@@ -734,13 +729,11 @@ def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     """The dtype of each tensor of `folder`, which `save_params` takes to write the same."""
     tensors = open_tensors(folder, family)
     dtypes = {name: tensors.dtype(name) for name in tensors}
-    if as_stored(family, tensors).names == family.names:
-        return dtypes
-    # each expert has a tensor there, and is written into that of its layer
-    in_one = {one.replace("*", "0"): FUSED_EXPERTS[name] for name, one in PER_EXPERT.items()}
-    for name in [name for name in dtypes if name.endswith(tuple(in_one))]:
-        layer, expert = name.split(".mlp.")
-        dtypes[f"{layer}.{in_one[f'mlp.{expert}']}"] = dtypes[name]
+    # where each expert has a tensor there, it is written into that of its layer
+    one = {PER_EXPERT[name].replace("*", "0"): whole for name, whole in FUSED_EXPERTS.items()}
+    for name in [name for name in dtypes if ".experts.0." in name]:
+        layer, _, expert = name.partition("mlp.")
+        dtypes[f"{layer}{one[f'mlp.{expert}']}"] = dtypes[name]
     return dtypes
 
 
