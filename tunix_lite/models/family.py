@@ -75,20 +75,30 @@ TOP_NAMES = {
 }
 # End of a class of transformers -> Architecture.output.
 SCORERS = {"ForSequenceClassification": "score", "ForTokenClassification": "biased_score"}
-# Within model.layers.<i>.
+# A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
+PER_EXPERT = {
+    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
+}
+FUSED_EXPERTS = {
+    "expert_gate": "mlp.experts.gate_up_proj",
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
+# Within model.layers.<i>., as most families have them.
 NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
     "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-QK_NORMS = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
-DELTA = {  # of layers whose kind is delta
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "sinks": "self_attn.sinks",
+    # of layers whose kind is delta
     "delta/qkv": "linear_attn.in_proj_qkv.weight",
     "delta/z": "linear_attn.in_proj_z.weight",
     "delta/b": "linear_attn.in_proj_b.weight",
@@ -98,6 +108,27 @@ DELTA = {  # of layers whose kind is delta
     "delta/step_bias": "linear_attn.dt_bias",
     "delta/norm": "linear_attn.norm.weight",
     "delta/o": "linear_attn.out_proj.weight",
+    # the feed-forward, or its experts
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    **FUSED_EXPERTS,
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_open": "mlp.shared_expert_gate.weight",
+    # the layer's own input of each token
+    "per_layer_gate": "per_layer_input_gate.weight",
+    "per_layer_out": "per_layer_projection.weight",
+    "per_layer_norm": "post_per_layer_input_norm.weight",
+    "layer_scalar": "layer_scalar",
+}
+POST_NORMS = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
 DELTA_KEYS = {
     "delta.num_key_heads": "linear_num_key_heads",
@@ -110,26 +141,6 @@ EXPERT_KEYS = {
     "experts.count": "num_experts",
     "experts.per_token": "num_experts_per_tok",
     "experts.mlp_dim": "moe_intermediate_size",
-}
-# A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
-PER_EXPERT = {
-    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
-}
-FUSED_EXPERTS = {
-    "expert_gate": "mlp.experts.gate_up_proj",
-    "expert_up": "mlp.experts.gate_up_proj",
-    "expert_down": "mlp.experts.down_proj",
-}
-QKV_BIASES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
-POST_NORMS = {
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-PER_LAYER = {
-    "per_layer_gate": "per_layer_input_gate.weight",
-    "per_layer_out": "per_layer_projection.weight",
-    "per_layer_norm": "post_per_layer_input_norm.weight",
 }
 
 
@@ -284,7 +295,7 @@ class Family:
     # config.json may say otherwise
     flags: dict[str, Any]
     # our name of a layer's weight -> the tensor's, within model.layers.<i>.; some may have no use
-    names: dict[str, str]
+    names: dict[str, str] = field(default_factory=lambda: NAMES)
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
     # key -> the value that it must have if config.json has it
     fixed: dict[str, Any] = field(default_factory=dict)

@@ -34,8 +34,6 @@ from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
 
 BUNDLED = Path(__file__).parent / "bundled"
-# storage types of weights that do not train
-_STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
 _SAMPLE = 1 << 16
@@ -119,8 +117,8 @@ class TeacherConfig:
             raise ValueError(
                 "weights=random: a teacher needs trained weights; give its folder"
             )
-        if self.storage not in _STORAGES:
-            raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
+        if self.storage not in STORAGE:
+            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGE)}")
         check_place("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
