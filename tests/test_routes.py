@@ -366,7 +366,6 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
         assert (one.routes is None) == (not one.tokens)
         if one.tokens:
             np.testing.assert_array_equal(one.routes, other.routes)
-            np.testing.assert_array_equal(one.prompt_routes, other.prompt_routes)
     after, _ = sampler.go_on(changed, held.completions, *how, 1, lambda ended: ended.all(), (P, G))
     same, _ = sampler.go_on(changed, first, *how, 1, lambda ended: ended.all(), (P, G))
 
@@ -376,13 +375,13 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
         assert one == other
         np.testing.assert_array_equal(one.routes, other.routes)
         if before.tokens:
-            np.testing.assert_array_equal(one.routes[: len(before.tokens)], before.routes)
-        known = prompt_routes.setdefault(one.group, one.prompt_routes)
-        np.testing.assert_array_equal(one.prompt_routes, known)
+            np.testing.assert_array_equal(one.routes[: len(before.routes)], before.routes)
+        of_prompt = one.routes[: one.num_read]
+        np.testing.assert_array_equal(of_prompt, prompt_routes.setdefault(one.group, of_prompt))
         if before.reason is not None:
             continue
         # what is new was drawn by the new weights, with these experts: the ratio is one
-        routes = np.concatenate([one.prompt_routes, one.routes]).reshape(-1, L, K)
+        routes = one.routes.reshape(-1, L, K)
         tokens = [*prompts[one.group], *one.tokens]
         logprobs, _ = alone(changed, tokens, routes)
         new = slice(len(before.tokens) - len(one.tokens), None)
@@ -393,13 +392,11 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
     rollout = rollout_of(after, ragged_prompts(P), GENERATION, 0, {})
     for row, one in enumerate(after):
         of_row = rollout.routes[row][rollout.token_mask[row]]
-        np.testing.assert_array_equal(of_row, np.concatenate([one.prompt_routes, one.routes]))
+        np.testing.assert_array_equal(of_row, one.routes)
 
 
 def test_a_checkpoint_with_other_routes_than_tokens_is_refused():
-    one = OpenCompletion(
-        0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), None, np.ones((3, 4), np.uint8), np.ones((2, 4), np.uint8)
-    )
+    one = OpenCompletion(0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), None, np.ones((5, 4), np.uint8))
     arrays = InFlight([one, OpenCompletion(0, 1, 0)], 1).as_arrays()
     assert arrays["routes"].shape == (5, 4) and arrays["read"].tolist() == [3, 0]
     for wrong in ({"read": np.array([4, 0])}, {"read": np.array([3])}, {"routes": arrays["routes"].astype(float)}):
