@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from tunix_lite.models.weights import (
     Weight,
     dense,
     flatten,
+    num_params,
     shardings,
     unstacked,
 )
@@ -370,26 +370,24 @@ def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
     """The values of one layer's weight, given the tensor on disk."""
     # The same code reads a tensor that is in memory.
-    held = SimpleNamespace(read=lambda _, index: tensor[index])
-    return _read_slice(held, "", weight, (slice(None),) * len(weight.shape))
+    return _read_slice(tensor.__getitem__, weight, (slice(None),) * len(weight.shape))
 
 
 def _read_slice(
-    tensors: Tensors | GgufTensors,
-    name: str,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
     weight: Weight,
     index: tuple[slice, ...],
     first_row: int = 0,
 ) -> np.ndarray:
-    """weight[index], of which only the first dim of inputs and of outputs may be divided.
-    first_row: of the tensor, where the weight begins there."""
+    """weight[index], of which only the first dim of inputs and of outputs may be divided. read: a
+    part of its tensor. first_row: where the weight begins there."""
     if weight.parts:
         heads, dim = weight.inputs, weight.inputs + 1
         pieces = []
         for width in weight.parts:
             shape = (*weight.shape[:dim], width, *weight.shape[dim + 1 :])
             one = replace(weight, shape=shape, parts=())
-            pieces.append(_read_slice(tensors, name, one, index, first_row))
+            pieces.append(_read_slice(read, one, index, first_row))
             first_row += weight.shape[heads] * width
         return np.concatenate(pieces, axis=dim)
     # each device asks for its own part, so that none is read that is not needed
@@ -406,33 +404,34 @@ def _read_slice(
     if weight.inputs:
         outputs = flat_slice(weight.inputs, num_dims, first_row)
         inputs = flat_slice(0, weight.inputs)
-        return tensors.read(name, (outputs, inputs)).T.reshape(shape)
+        return read((outputs, inputs)).T.reshape(shape)
     if weight.axes[-1] == "taps":
         index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
     elif _is_score(weight):
         index = (slice(None), flat_slice(0, 1))
     elif weight.axes[0] != "vocab":
         index = (flat_slice(0, num_dims),)
-    return tensors.read(name, index).reshape(shape)
+    return read(index).reshape(shape)
 
 
 def _read_part(
     tensors: Tensors | GgufTensors, part: TensorPart, index: tuple[slice, ...]
 ) -> np.ndarray:
     """part.weight[index], out of its tensor."""
+    whole = partial(tensors.read, part.name)
     first, step = part.rows.start, part.rows.step or 1
     if not part.experts:
-        return _read_slice(tensors, part.name, part.weight, index, first)
+        return _read_slice(whole, part.weight, index, first)
 
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
         dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
-        one = tensors.read(name, (slice(part.expert, part.expert + 1), *dims))[0]
+        one = whole((slice(part.expert, part.expert + 1), *dims))[0]
         return (one.T if part.by_turns else one)[::step]
 
-    return _read_slice(SimpleNamespace(read=read), part.name, part.weight, index)
+    return _read_slice(read, part.weight, index)
 
 
 # ---- in
@@ -531,11 +530,10 @@ def load_params(
     if cfg.tied and TOP_NAMES["head"] in tensors:
         _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
     plain = flatten(decoder.weights(cfg))
-    by_name = hf_parts(cfg, family)
-    num_bytes = {name: tensors.num_bytes(name) for name in by_name if name in tensors}
     parts_of: dict[str, list[TensorPart]] = {path: [] for path in plain}
-    for part in itertools.chain(*by_name.values()):
+    for part in itertools.chain(*hf_parts(cfg, family).values()):
         parts_of[part.path].append(part)
+    num_bytes = sum(tensors.num_bytes(name) for name in tensors)
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -564,12 +562,10 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            # A tensor of several weights counts once.
-            if parts[i].rows.start == 0:
-                names = {part.name for part in parts[i : i + count]}
-                num_read += sum(num_bytes[name] for name in names)
+            num_read += math.prod(unstacked(weight).shape)
             if on_bytes is not None:
-                on_bytes(num_read, sum(num_bytes.values()))
+                # a weight has the share of its elements in the bytes of all
+                on_bytes(num_bytes * num_read // num_params(plain), num_bytes)
         loaded[path] = stack
     return traverse_util.unflatten_dict(loaded, sep="/")
 
