@@ -99,7 +99,7 @@ class Tensors:
                     f"{folder}: the index names {escaped(file)}, which is not there"
                 )
             for name, (shape, dtype) in header(folder / file).items():
-                plain = _without_prefix(name, family)
+                plain = without_prefix(name, family)
                 if plain in self._entries:
                     other = self._entries[plain].file.name
                     raise ValueError(f"{folder}: {escaped(name)} is in {other} and in {file}")
@@ -209,7 +209,7 @@ def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise ValueError(f"{file} is damaged or cut short ({escaped(str(error))})") from error
 
 
-def _without_prefix(name: str, family: Family | None) -> str | None:
+def without_prefix(name: str, family: Family | None) -> str | None:
     """The name that a text model would have; None for tensors of other parts of the model."""
     if family is None:
         return name
@@ -218,11 +218,7 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
     for prefix in family.prefixes:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    return (
-        name.removeprefix("language_model.")
-        if name == "language_model.lm_head.weight"
-        else name
-    )
+    return "lm_head.weight" if name == "language_model.lm_head.weight" else name
 
 
 # ---- names and layouts
@@ -686,19 +682,16 @@ def write_shards(
     folder: Path,
     sizes: dict[str, int],
     tensor: Callable[[str], np.ndarray],
-    shard_bytes: int | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Writes tensor(name) of each name into files of up to `shard_bytes` (None: 5 GB), with an
-    index if there are several. sizes: bytes by name, in the order to write."""
-    limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
-
+    """Writes tensor(name) of each name into files of up to 5 GB, with an index if there are
+    several. sizes: bytes by name, in the order to write."""
     # Which tensors go into which file.
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
         # a tensor larger than the limit has a file of its own
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and filled + size > _SHARD_BYTES:
             shards.append([])
             filled = 0
         shards[-1].append(name)

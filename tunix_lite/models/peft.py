@@ -332,10 +332,8 @@ def _by_own_names(entries: dict[str, Any], family: Family, folder: Path) -> dict
     outer = ".experts.down_proj.lora_" if is_down else ".experts.gate_up_proj.lora_"
     for name, entry in entries.items():
         rest = name.removeprefix(_PREFIX)
-        for prefix in family.prefixes:
-            if rest.startswith(prefix):
-                name = f"{_PREFIX}model.{rest.removeprefix(prefix)}"
-                break
+        # an adapter of another part of the model keeps its name, and is refused by it
+        name = _PREFIX + (hf.without_prefix(rest, family) or rest)
         name = name.replace(".experts.lora_", outer)
         own[name.replace(".experts.base_layer.", ".experts.gate_up_proj.")] = entry
     return own
