@@ -608,11 +608,3 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
         # Whatever the error is, it is the reason.
         return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
     return None
-
-
-def shard_heads(q_BTNH: jax.Array, *kv_BTKH: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, and keys and values if there are any, with their heads divided over tp."""
-    return (
-        constrain(q_BTNH, "batch", "seq", "heads", "head_dim"),
-        *(constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in kv_BTKH),
-    )

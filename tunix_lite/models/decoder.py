@@ -749,9 +749,9 @@ def attention_part(
             q_BTNH = stored(wide(q_BTNH) * query_scale[0], q_BTNH.dtype)
 
     # Heads over tp. The names are those that REMAT keeps.
-    q_BTNH, *kv = attention.shard_heads(q_BTNH, *kv)
-    q_BTNH = checkpoint_name(q_BTNH, "q")
-    kv = [checkpoint_name(x, name) for x, name in zip(kv, "kv")]
+    q_BTNH = constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
+    kv = [constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in kv]
+    q_BTNH, *kv = (checkpoint_name(x, name) for x, name in zip((q_BTNH, *kv), "qkv"))
 
     sinks = {"sinks_N": w["sinks"]} if cfg.attn_sinks else {}
     out_BTNH, extra = around.attend_fn(q_BTNH, *kv, **sinks)

@@ -6,6 +6,7 @@ N blocks."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def token_scores(
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
     table_NPSD = table_in_blocks(table_VD, B * M)
-    return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
+    return TokenScores(*_token_scores(spec, hidden_BMD, table_NPSD, targets_BM))
 
 
 def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> HeadSpec:
@@ -144,7 +145,7 @@ def pulled_back(
     table_NPSD: jax.Array,
     trains: tuple | None,
     cotangent: Callable[[jax.Array, tuple], jax.Array],
-    others: tuple[jax.Array, ...] = (),
+    others: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradients of hidden and table, of what cotangent(products, block) gives for the products
     of a block, (number, table, *others). trains: None: the table does not train."""
@@ -172,14 +173,35 @@ def pulled_back(
     return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(
-    spec: HeadSpec,
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    targets_BM: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    results, _ = scores_and_totals(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
+def with_gradients(
+    forward: Callable[..., tuple[Any, tuple]],
+    slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
+) -> Callable[..., Any]:
+    """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function that gives
+    the results and has gradients of hidden and table. slopes(spec, others, sums, cotangents) ->
+    (cotangent, tables), as `pulled_back` takes them."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def results(
+        spec: Any, hidden_BMD: jax.Array, table_NPSD: jax.Array, *others: jax.Array
+    ) -> Any:
+        return forward(spec, hidden_BMD, constrained(table_NPSD), *others)[0]
+
+    def with_residuals(
+        spec: Any, hidden: CustomVJPPrimal, table: CustomVJPPrimal, *others: CustomVJPPrimal
+    ) -> tuple[Any, tuple]:
+        arrays = (hidden.value, constrained(table.value), *(x.value for x in others))
+        values, sums = forward(spec, *arrays)
+        # Whether the table trains is a matter of structure, () or None, so that it is known while
+        # tracing.
+        return values, (arrays, sums, () if table.perturbed else None)
+
+    def backward(spec: Any, residuals: tuple, cotangents: Any) -> tuple:
+        (hidden, table, *others), sums, trains = residuals
+        of_both = pulled_back(hidden, table, trains, *slopes(spec, others, sums, cotangents))
+        return *of_both, *[None] * len(others)
+
+    results.defvjp(with_residuals, backward, symbolic_zeros=True)
     return results
 
 
@@ -188,9 +210,9 @@ def scores_and_totals(
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """(log-probabilities, entropies, 1 where the target is the likeliest token) and the logsumexp,
-    which the backward pass needs as well."""
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """(log-probabilities, entropies, 1 where the target is the likeliest token); and what the
+    backward pass needs: the logsumexp and the entropies."""
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def one_block(
@@ -232,36 +254,18 @@ def scores_and_totals(
     entropy = jnp.log(total) - weighted / total
     # the same numbers in both, so they are equal to the bit
     is_likeliest = (chosen >= highest).astype(logprobs.dtype)
-    return (logprobs, entropy, is_likeliest), jnp.log(total) + highest
+    return (logprobs, entropy, is_likeliest), (jnp.log(total) + highest, entropy)
 
 
-def _forward_with_residuals(
+def _slopes(
     spec: HeadSpec,
-    hidden: CustomVJPPrimal,
-    table: CustomVJPPrimal,
-    targets: CustomVJPPrimal,
-) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    """The forward pass, and what the backward pass needs of it."""
-    arrays = (hidden.value, constrained(table.value), targets.value)
-    results, log_total = scores_and_totals(spec, *arrays)
-    _, entropy, _ = results
-    # Whether the table trains is a matter of structure, () or None, so that it is known while
-    # tracing.
-    trains = () if table.perturbed else None
-    return results, (*arrays, log_total, entropy, trains)
-
-
-def _backward(
-    spec: HeadSpec,
-    residuals: tuple,
+    others: list[jax.Array],
+    sums: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array | SymbolicZero, ...],
-) -> tuple[jax.Array, jax.Array | None, None]:
-    """The gradients of hidden and table: d s_v = g (1[v = token] - p_v) - e p_v (log p_v +
-    entropy)."""
-    hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
+) -> tuple[Callable[[jax.Array, tuple], jax.Array], tuple]:
+    """d s_v = g (1[v = token] - p_v) - e p_v (log p_v + entropy)."""
     g, e, _ = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
-    log_total = log_total[..., None, None]
-    entropy = entropy[..., None, None]
+    targets, log_total, entropy = (x[..., None, None] for x in (*others, *sums))
 
     def cotangent(products: jax.Array, block: tuple) -> jax.Array:
         index, block_PSD = block
@@ -272,14 +276,13 @@ def _backward(
         # d logits, by the formula above.
         cotangent = 0.0
         if g is not None:
-            is_target = tokens_PS == targets_BM[..., None, None]
-            cotangent += g * (is_target - jnp.exp(logprobs))
+            cotangent += g * ((tokens_PS == targets) - jnp.exp(logprobs))
         if e is not None:
             weighted = e * jnp.exp(logprobs)
             cotangent -= weighted * jnp.where(tokens_PS >= 0, logprobs + entropy, 0.0)
         return pull(cotangent)[0]
 
-    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
+    return cotangent, ()
 
 
-_scores.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
+_token_scores = with_gradients(scores_and_totals, _slopes)
