@@ -109,11 +109,6 @@ def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
     return {name: (kinds[name], count) for name, count in Counter(names).items()}
 
 
-def has_states(cfg: Architecture) -> bool:
-    """Whether layers keep a state, which no token can be taken out of again."""
-    return any(kind_of_layer(kind).state_shapes is not None for kind in cfg.pattern)
-
-
 def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
     """The parameters of one layer of this kind, by name."""
     D = cfg.embed_dim

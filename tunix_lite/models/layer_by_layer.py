@@ -20,7 +20,7 @@ from tunix_lite.models.weights import (
     dense,
     is_quantized,
 )
-from tunix_lite.parallel.mesh import gathered_sharding
+from tunix_lite.parallel.mesh import without
 
 
 def per_layer_params(
@@ -78,7 +78,7 @@ def per_layer_shapes(
         return [NamedSharding(sharding.mesh, P(*sharding.spec[1:]))] * count
 
     def shape(x: jax.ShapeDtypeStruct, to: NamedSharding) -> jax.ShapeDtypeStruct:
-        to = gathered_sharding(to) if gather else to
+        to = NamedSharding(to.mesh, without(to.spec)) if gather else to
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
 
     per_layer = partial(per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)

@@ -308,11 +308,6 @@ def weights_digest(located: FoundModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def num_adapters(located: FoundModel) -> int:
-    """Parameters in adapters; 0: all weights train."""
-    return 0 if located.lora is None else weights.num_params(weight_tables(located)[1])
-
-
 def check_mesh(located: FoundModel, mesh: MeshSizes) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model."""
     for table in weight_tables(located):

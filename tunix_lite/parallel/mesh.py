@@ -419,11 +419,6 @@ def parts_of(logical: str) -> int:
     return 1 if axis is None else axis_size(axis)
 
 
-def gathered_sharding(divided: NamedSharding) -> NamedSharding:
-    """The same sharding without a division over fsdp."""
-    return NamedSharding(divided.mesh, without(divided.spec, "fsdp"))
-
-
 def put(x: ArrayLike, *axes: str) -> jax.Array:
     """A host array, the same on all processes, on the current mesh with these logical axes.
     Example: `put(np.int32(0))` is the step of a state, whole on every device."""

@@ -739,7 +739,8 @@ def attend_to_cache_and_new(
 def longest_chunk(spec: SamplerSpec) -> int:
     """Tokens of a chunk, at most, where a stop text may end a turn within it."""
     # No token can be taken out of a state again.
-    return 1 if decoder.has_states(spec.cfg) else spec.chunk
+    kinds = map(decoder.kind_of_layer, spec.cfg.pattern)
+    return 1 if any(kind.state_shapes is not None for kind in kinds) else spec.chunk
 
 
 def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
