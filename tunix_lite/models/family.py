@@ -4,6 +4,7 @@ kinds of its layers. models/families.py has the families."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import GenericAlias, UnionType
 from typing import Any, get_args, get_origin
 
 from tunix_lite.basics.plain_text import shown
@@ -144,7 +145,7 @@ EXPERT_KEYS = {
 }
 
 
-def as_number(value: object, key: str, kind: Any) -> Any:
+def as_number(value: object, key: str, kind: type | UnionType | GenericAlias) -> Any:
     """The value as an int, a finite float or a bool, as None where its type says so, or as a tuple
     of such. Raises ValueError, naming the key."""
     if parts := get_args(kind):

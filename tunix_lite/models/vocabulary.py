@@ -3,7 +3,7 @@ w_v) / temperature: logprob = s_token - top - log total, entropy = log total - s
 top). Letters beside B, D and V: M tokens of a row, P parts of the vocabulary, S entries of a block,
 N blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,55 +140,26 @@ def numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
     return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
 
 
-def pulled_back(
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    trains: tuple | None,
-    cotangent: Callable[[jax.Array, tuple], jax.Array],
-    others: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of hidden and table, of what cotangent(products, block) gives for the products
-    of a block, (number, table, *others). trains: None: the table does not train."""
-    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    # By part, so that tp adds up once, behind the loop.
-    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
-
-    def one_block(
-        total: jax.Array,
-        block: tuple,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        # Block by block: no device ever holds the whole table.
-        used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
-        slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
-
-        # d hidden adds up over the blocks; d table is that of this block
-        of_hidden = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
-        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
-        if trains is None:
-            return total, None
-        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
-        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
-
-    total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *others))
-    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
-
-
 def with_gradients(
     forward: Callable[..., tuple[Any, tuple]],
     slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
 ) -> Callable[..., Any]:
     """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function that gives
     the results and has gradients of hidden and table. slopes(spec, others, sums, cotangents) ->
-    (cotangent, tables), as `pulled_back` takes them."""
+    (function, tables): function(products of a block, (its number, its table, those of `tables`)) is
+    the cotangent of these products."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def results(
-        spec: Any, hidden_BMD: jax.Array, table_NPSD: jax.Array, *others: jax.Array
+        spec: Hashable, hidden_BMD: jax.Array, table_NPSD: jax.Array, *others: jax.Array
     ) -> Any:
         return forward(spec, hidden_BMD, constrained(table_NPSD), *others)[0]
 
     def with_residuals(
-        spec: Any, hidden: CustomVJPPrimal, table: CustomVJPPrimal, *others: CustomVJPPrimal
+        spec: Hashable,
+        hidden: CustomVJPPrimal,
+        table: CustomVJPPrimal,
+        *others: CustomVJPPrimal,
     ) -> tuple[Any, tuple]:
         arrays = (hidden.value, constrained(table.value), *(x.value for x in others))
         values, sums = forward(spec, *arrays)
@@ -196,10 +167,31 @@ def with_gradients(
         # tracing.
         return values, (arrays, sums, () if table.perturbed else None)
 
-    def backward(spec: Any, residuals: tuple, cotangents: Any) -> tuple:
-        (hidden, table, *others), sums, trains = residuals
-        of_both = pulled_back(hidden, table, trains, *slopes(spec, others, sums, cotangents))
-        return *of_both, *[None] * len(others)
+    def backward(spec: Hashable, residuals: tuple, cotangents: object) -> tuple:
+        (hidden_BMD, table_NPSD, *others), sums, trains = residuals
+        slope_of, tables = slopes(spec, others, sums, cotangents)
+        wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+        # By part, so that tp adds up once, behind the loop.
+        zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+
+        def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+            # Block by block: no device ever holds the whole table.
+            used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
+            slope = slope_of(block_products(hidden_BMD, used_PSD), block)
+            slope = slope.astype(hidden_BMD.dtype)
+
+            # d hidden adds up over the blocks; d table is that of this block
+            product = partial(jnp.einsum, preferred_element_type=wide)
+            of_hidden = product("bmps,psd->pbmd", slope, used_PSD)
+            total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
+            if trains is None:
+                return total, None
+            of_block = product("bmps,bmd->psd", slope, hidden_BMD)
+            return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+
+        total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *tables))
+        of_hidden = jnp.sum(total, axis=0).astype(hidden_BMD.dtype)
+        return of_hidden, of_table, *[None] * len(others)
 
     results.defvjp(with_residuals, backward, symbolic_zeros=True)
     return results
