@@ -172,7 +172,7 @@ def batch_scores(
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
-    routes = None if batch.routes is None else replayed(batch.routes, cfg)
+    routes = replayed(batch.routes, cfg)
     hidden_RWD, routed = decoder.forward(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )

@@ -326,7 +326,7 @@ def prefill(
         attend_fn,
         spec.tp_reduce_dtype,
         sequences=meta,
-        routes_LBTk=_replayed_routes(spec, routes_MTK),
+        routes_LBTk=replayed(routes_MTK, spec.cfg),
     )
 
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
@@ -339,10 +339,6 @@ def prefill(
         lengths=put(prompt_cache.lengths, lengths_M),
     )
     return at_home(filled, "prompts"), _reported_routes(spec, routed)
-
-
-def _replayed_routes(spec: SamplerSpec, routes_BTK: jax.Array | None) -> jax.Array | None:
-    return None if routes_BTK is None else replayed(routes_BTK, spec.cfg)
 
 
 def _reported_routes(spec: SamplerSpec, routed: Routed | None) -> jax.Array | None:
@@ -659,7 +655,7 @@ def append(
         spec.tp_reduce_dtype,
         sequences=attention.AttentionMeta(positions_RW, is_token_RW.astype(jnp.int32)),
         states=cache,
-        routes_LBTk=_replayed_routes(spec, routes_RWK),
+        routes_LBTk=replayed(routes_RWK, spec.cfg),
     )
 
     # The first token of the next turn is drawn from the last of them.
