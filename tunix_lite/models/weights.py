@@ -400,9 +400,9 @@ def flatten(tree: Table | Params) -> dict[str, Any]:
     )
 
 
-def shardings(table: Table, rules: dict[str, str | None] | None = None) -> Any:
-    """The sharding of each weight of a table on the current mesh. rules: None: the current ones."""
-    return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table)
+def shardings(table: Table) -> Any:
+    """The sharding of each weight of a table on the current mesh."""
+    return jax.tree.map(lambda w: sharding(w.axes, w.shape), table)
 
 
 def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
