@@ -181,7 +181,6 @@ def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3) -> dict:
     return jax.tree.map(
         lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes),
         decoder.weights(cfg),
-        is_leaf=weights.is_weight,
     )
 
 

@@ -47,7 +47,8 @@ def write_model(folder: Path, layers: int) -> None:
         return (0.02 * rng.standard_normal(shapes[name], np.float32)).astype(jnp.bfloat16)
 
     folder.mkdir(parents=True, exist_ok=True)
-    hf.write_shards(folder, {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}, tensor, 10**9)
+    hf._SHARD_BYTES = 10**9  # several files
+    hf.write_shards(folder, {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}, tensor)
     (folder / "config.json").write_text(json.dumps(config_json(cfg, LLAMA)))
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     @jax.jit
     def scores(params):
         return decoder.logits(
-            params, model.cfg, decoder.forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))
+            params, model.cfg, decoder.forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))[0]
         )
 
     whole, projections, reference = {}, {}, None

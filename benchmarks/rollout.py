@@ -289,7 +289,7 @@ def main() -> None:
     )
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))
     cfg, dtype = MODELS[args.model]
-    table = jax.tree.map(lambda w: replace(w, dtype=dtype), decoder.weights(cfg), is_leaf=weights.is_weight)
+    table = jax.tree.map(lambda w: replace(w, dtype=dtype), decoder.weights(cfg))
     params = weights.init_params(table, jax.random.key(0))
     bandwidth = args.bandwidth or memory_bandwidth()
     for slots in args.slots:

@@ -25,7 +25,6 @@ import re
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -38,7 +37,7 @@ from jax.experimental import topologies
 
 from tunix_lite.models import decoder, layer_by_layer, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.mesh import RULES, gathered_sharding, make_mesh
+from tunix_lite.parallel.mesh import RULES, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.programs import Programs, SamplerSpec
@@ -66,11 +65,7 @@ def target_devices(target: str, target_config: Path | None, count: int) -> list:
 def weight_shapes(dtype):
     """What the engine's make_prepare makes of the weights, as shapes with places."""
     params = weights.shapes(decoder.weights(CFG), dtype)
-    places = layer_by_layer.per_layer_shardings(jax.tree.map(lambda x: x.sharding, params), CFG)
-    return placed(
-        jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=CFG, dtype=dtype), params),
-        jax.tree.map(gathered_sharding, places),
-    )
+    return layer_by_layer.per_layer_shapes(params, CFG, dtype, gather=True)
 
 
 def placed(shapes, places):

@@ -37,7 +37,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.models import attention, decoder, layer_by_layer, weights
+from tunix_lite.models import attention, decoder, layer_by_layer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -116,9 +116,7 @@ def cfg() -> Architecture:
 def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3):
     """Weights large enough that the model has opinions, norms included; on the current mesh."""
     rng, table = np.random.default_rng(seed), decoder.weights(cfg)
-    return jax.tree.map(
-        lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table, is_leaf=weights.is_weight
-    )
+    return jax.tree.map(lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table)
 
 
 def logits_of(params, cfg: Architecture, tokens, dtype=jnp.float32) -> np.ndarray:
@@ -127,7 +125,7 @@ def logits_of(params, cfg: Architecture, tokens, dtype=jnp.float32) -> np.ndarra
     @jax.jit
     def run(params):
         meta = attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
-        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype))
+        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype)[0])
 
     return np.asarray(run(params))
 
@@ -157,7 +155,7 @@ def decode_random(cfg: Architecture, **how: bool) -> tuple:
     def normal(x, scale: float = 0.3) -> np.ndarray:
         return rng.normal(0, scale, x.shape).astype(np.float32)
 
-    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
+    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg))
     last = cfg.vocab_size - 1
     spec = SamplerSpec(
         cfg, GenerationConfig(4, 8), (last,), 0, jnp.float32, 3, interpret=how.get("fused", False), **how

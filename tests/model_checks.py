@@ -13,7 +13,6 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.families import config_json
 from tunix_lite.models.lora import adapter_weights
-from tunix_lite.models.weights import is_weight
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -84,9 +83,7 @@ def random_adapters(cfg, lora, scale: float = 0.3):
     """Adapters with opinions, on the current mesh."""
     rng = np.random.default_rng(5)
     table = adapter_weights(decoder.weights(cfg), lora)
-    return jax.tree.map(
-        lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table, is_leaf=is_weight
-    )
+    return jax.tree.map(lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table)
 
 
 def write_model(folder, params, cfg, family, **more) -> None:

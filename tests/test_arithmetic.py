@@ -14,7 +14,7 @@ from tunix_lite.models.activations import ACTIVATIONS, gated
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
-from tunix_lite.models.weights import Lora, Weight, for_compute, is_weight, project
+from tunix_lite.models.weights import Lora, Weight, for_compute, project
 from tunix_lite.parallel.mesh import put
 
 
@@ -39,7 +39,7 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, has_ada
         lora = LoraConfig(rank=3, targets=".*/(q|o|up)")
         rng = np.random.default_rng(1)
         declared = adapter_weights(decoder.weights(cfg), lora)
-        adapters = jax.tree.map(lambda w: put(rng.normal(0, 0.3, w.shape), *w.axes), declared, is_leaf=is_weight)
+        adapters = jax.tree.map(lambda w: put(rng.normal(0, 0.3, w.shape), *w.axes), declared)
         params = attach(params, adapters, lora)
     tokens = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))
@@ -78,7 +78,7 @@ def test_save_all_copies_nothing_that_it_keeps(cfg):
     tokens, meta = np.zeros((4, 64), np.int32), attention.one_sequence_per_row(jnp.ones((4, 64), bool))
 
     def loss(params, remat):
-        return jnp.sum(jnp.sin(decoder.forward(params, cfg, tokens, meta, remat=remat)))
+        return jnp.sum(jnp.sin(decoder.forward(params, cfg, tokens, meta, remat=remat)[0]))
 
     gradient, params = jax.jit(jax.grad(loss), static_argnums=1), random_params(cfg)
     save_all, none = (gradient.lower(params, remat).compile().as_text() for remat in ("save_all", "none"))
@@ -194,7 +194,7 @@ def test_no_gradient_of_a_layer_is_summed_in_bfloat16(cfg, stored, reduce_dtype,
     tokens, meta = np.ones((4, 9), np.int32), attention.one_sequence_per_row(np.ones((4, 9), bool))
 
     def loss(params):
-        hidden = decoder.forward(params, cfg, tokens, meta, jnp.bfloat16, reduce_dtype=jnp.dtype(reduce_dtype))
+        hidden = decoder.forward(params, cfg, tokens, meta, jnp.bfloat16, reduce_dtype=jnp.dtype(reduce_dtype))[0]
         return jnp.sum(hidden.astype(jnp.float32))
 
     sums = {}
@@ -330,7 +330,7 @@ def test_logits_and_gradients_of_long_rows_are_those_of_float64(cfg):
         (_, logits), grads = jax.jit(jax.value_and_grad(partial(loss, score), has_aux=True))(params)
         return np.asarray(logits), jax.tree.map(np.asarray, grads)
 
-    found = both(lambda p: decoder.logits(p, cfg, decoder.forward(p, cfg, tokens[None], row))[0], params)
+    found = both(lambda p: decoder.logits(p, cfg, decoder.forward(p, cfg, tokens[None], row)[0])[0], params)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64), params)
         wanted = both(lambda p: scores(p, cfg, tokens, positions), wide)

@@ -14,7 +14,7 @@ from conftest import set_mesh
 from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta, attention_mask, choose, obstacle
-from tunix_lite.parallel.mesh import axis_size, put, use_rules
+from tunix_lite.parallel.mesh import axis_size, constrain, put, use_rules
 
 CFG = Architecture(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)
 
@@ -237,12 +237,19 @@ def test_cudnn_attends_as_xla_does_whatever_tp_divides(queries, keys, tp, apart,
     close(way(attention.cudnn, cfg, True, qkv, slope, rows), wanted)
 
 
+HEAD_AXES = ("heads", "kv_heads", "kv_heads")
+
+
+def divided(x, axis):
+    return constrain(x, "batch", "seq", axis, "head_dim")
+
+
 def attended_apart(way, cfg, is_local, qkv, slope, rows):
     """As `attended`, each shard of the rows by itself, as micro_batches._apart has it."""
 
     def alone(qkv, slope, rows):
         with use_rules("train", batch=None):
-            out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *attention.shard_heads(*qkv)), *qkv)
+            out, pull = jax.vjp(lambda *qkv: way(cfg, is_local, rows, *map(divided, qkv, HEAD_AXES)), *qkv)
             return jnp.where(rows.segments[..., None, None] > 0, out, 0), *pull(slope)
 
     shards = axis_size("fsdp")

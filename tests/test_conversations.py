@@ -90,7 +90,7 @@ def naive(cfg, params, prompt, key, row, partner):
         while len(turn) < min(limit or room, room):
             fixed = np.array([tokens + [0] * (width - len(tokens))])
             meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
-            hidden = forward(params, cfg, fixed, meta)[:, len(tokens) - 1]
+            hidden = forward(params, cfg, fixed, meta)[0][:, len(tokens) - 1]
             logits = decoder.logits(params, cfg, hidden)
             drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0)
             turn.append(int(drawn[0]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.kernels.decode_attention import fused_attend
-from tunix_lite.models import attention, decoder, layer_by_layer, rope, weights
+from tunix_lite.models import attention, decoder, layer_by_layer, rope
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout import cache as kv_cache
@@ -35,7 +35,7 @@ def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
     def normal(x, scale: float = 0.3) -> np.ndarray:
         return rng.normal(0, scale, x.shape).astype(np.float32)
 
-    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
+    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg))
     spec = SamplerSpec(cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, fused=fused, interpret=fused)
     programs = Programs(spec)
     slots = programs.make_slots(len(lengths))

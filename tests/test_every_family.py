@@ -14,7 +14,7 @@ from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import decoder, hf, weights
+from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture, DeltaNet, LongRope
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
@@ -58,7 +58,7 @@ def drawn(cfg: Architecture, dtype):
         around = 0.4 if path[-1].key == "q_norm" else path[-1].key.endswith(("norm", "scalar"))
         return put(rng.normal(0 if cfg.norm_plus_one else around, 0.2, w.shape).astype(dtype), *w.axes)
 
-    return jax.tree_util.tree_map_with_path(one, decoder.weights(cfg), is_leaf=weights.is_weight)
+    return jax.tree_util.tree_map_with_path(one, decoder.weights(cfg))
 
 
 @cache

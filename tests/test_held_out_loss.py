@@ -53,7 +53,7 @@ def logits_of(params, cfg, tokens, mask) -> np.ndarray:
 
         @jax.jit
         def logits(params, mask):
-            hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(mask), np.float64)
+            hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(mask), np.float64)[0]
             return decoder.logits(params, cfg, hidden)
 
         return np.asarray(logits(params, mask))[:, :-1]

@@ -32,14 +32,7 @@ def base_in_numpy(storage: str):
     mesh = set_mesh(1, 1)
     wanted = stored_table(decoder.weights(CFG), storage)
 
-    def pack(x, leaf):
-        if isinstance(leaf, Weight):
-            return x.astype(leaf.dtype)
-        one = partial(quantize, like=jax.tree.map(weights.unstacked, leaf, is_leaf=weights.is_weight))
-        one = partial(one, inputs=leaf.codes.inputs)
-        return jax.vmap(one)(x) if leaf.codes.is_stacked else one(x)
-
-    packed = jax.jit(lambda p: jax.tree.map(pack, p, wanted, is_leaf=lambda leaf: not isinstance(leaf, dict)))
+    packed = jax.jit(lambda p: jax.tree.map(quantize, p, wanted))
     with jax.set_mesh(mesh):
         return jax.tree.map(np.asarray, packed(random_params(CFG, 0, 0.15)))
 
@@ -115,7 +108,7 @@ def test_every_element_is_the_nearest_level_of_its_block(storage, levels):
     values = np.random.default_rng(0).normal(size=(256, 6)).astype(np.float32)
     values[:64, 0] = 0.0  # a block without a scale
     like = stored_table({"w": Weight(values.shape, ("embed", "mlp"))}, storage)["w"]
-    packed = quantize(jnp.asarray(values), like, 1)
+    packed = quantize(jnp.asarray(values), like)
     block = {"int8": 128, "nf4": 64}[storage]
     grid = np.arange(-127, 128) / 127 if storage == "int8" else np.asarray(nf4_levels(), np.float64)
     assert len(grid) == levels

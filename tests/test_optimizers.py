@@ -28,7 +28,7 @@ from tunix_lite.learner.optim import (
 from tunix_lite.learner.update import apply
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import locate
-from tunix_lite.models.weights import Weight, is_weight
+from tunix_lite.models.weights import Weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
@@ -165,11 +165,11 @@ def test_muon_orthogonalises_the_matrix_of_each_layer_and_leaves_the_rest_to_ada
 def test_muon_takes_both_matrices_of_an_adapter():
     table = adapter_weights(TABLE, LoraConfig(rank=2, targets=".*/(q|o)"))
     optimizer = make_optimizer(MuonConfig(), 3, table)
-    params = jax.tree.map(lambda w: jnp.zeros(w.shape), table, is_leaf=is_weight)
+    params = jax.tree.map(lambda w: jnp.zeros(w.shape), table)
     state = jax.eval_shape(optimizer.init, params)
     # one array a matrix, and none of Adam's two
     sizes = [x.shape for x in jax.tree.leaves(state) if len(x.shape) > 1]
-    assert sorted(sizes) == sorted(w.shape for w in jax.tree.leaves(table, is_leaf=is_weight))
+    assert sorted(sizes) == sorted(w.shape for w in jax.tree.leaves(table))
 
 
 def test_adafactor_on_a_stack_is_optaxs_on_each_layer():

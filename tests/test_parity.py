@@ -287,7 +287,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(both):
         given = {"attention_mask": torch.tensor(mask), "output_router_logits": True}
         theirs = float(model(torch.tensor(tokens), **given).aux_loss)
     meta = one_sequence_per_row(mask)
-    _, routed = jax.jit(partial(decoder.forward_and_routes, cfg=cfg))(params, tokens_BT=tokens, meta=meta)
+    _, routed = jax.jit(partial(decoder.forward, cfg=cfg))(params, tokens_BT=tokens, meta=meta)
     count = cfg.num_layers * mask.sum()
     shares = [np.sum(x, axis=0) / count for x in (routed.load, routed.prob_sum)]
     np.testing.assert_allclose(cfg.experts.count * np.sum(shares[0] * shares[1]), theirs, rtol=1e-5)

@@ -345,7 +345,7 @@ def test_a_value_is_read_where_its_token_is_predicted(cfg, params, rollout, is_o
 
     layers = both[CRITIC] if is_own else params
     meta = attention.one_sequence_per_row(batch.token_mask)
-    hidden = np.float64(jax.jit(lambda p: decoder.forward(p, cfg, batch.tokens, meta, jnp.float32))(layers))
+    hidden = np.float64(jax.jit(lambda p: decoder.forward(p, cfg, batch.tokens, meta, jnp.float32)[0])(layers))
     expected = hidden @ np.float64(both[CRITIC]["score"]) + np.float64(both[CRITIC]["score_bias"])
     expected = np.where(batch.loss_weight != 0, np.roll(expected, 1, axis=1), 0)
     np.testing.assert_allclose(layout.back(valued.values), expected, atol=2e-5)
@@ -416,7 +416,7 @@ def test_the_head_gets_the_gradient_of_the_value_loss(cfg, params, rollout, is_o
 
     layers = both[CRITIC] if is_own else params
     meta = attention.one_sequence_per_row(batch.token_mask)
-    hidden = np.float64(jax.jit(lambda p: decoder.forward(p, cfg, batch.tokens, meta, jnp.float32))(layers))
+    hidden = np.float64(jax.jit(lambda p: decoder.forward(p, cfg, batch.tokens, meta, jnp.float32)[0])(layers))
     before = np.roll(hidden, 1, axis=1)
     value = before @ np.float64(both[CRITIC]["score"]) + np.float64(both[CRITIC]["score_bias"])
     slope = 0.7 * np.float64(batch.loss_weight) * (value - batch.streams[RETURNS])

@@ -409,7 +409,7 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     "change, message",
     [
         ({"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not a multiple of linear_num_key_heads=4"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0; it is 1 to"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 must be above 0"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types must hold 5 entries, each linear_attention or full"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope_type 'yarn' is not supported"),
@@ -444,7 +444,7 @@ def test_a_base_in_codes_computes_what_its_values_do(storage):
             return leaf
         return jax.vmap(partial(weights.dense, inputs=weight.inputs))(leaf)
 
-    values = jax.tree.map(plain, decoder.weights(CFG), codes, is_leaf=weights.is_weight)
+    values = jax.tree.map(plain, decoder.weights(CFG), codes)
     tokens = np.arange(20)[None] % CFG.vocab_size
     np.testing.assert_allclose(logits_of(codes, CFG, tokens), logits_of(values, CFG, tokens), atol=1e-5)
 

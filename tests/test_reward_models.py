@@ -102,7 +102,7 @@ def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
 
         def loss(params):
             meta = attention.one_sequence_per_row(mask)
-            hidden = decoder.forward(params, cfg, tokens, meta, np.float64)[:, -1]
+            hidden = decoder.forward(params, cfg, tokens, meta, np.float64)[0][:, -1]
             reward = hidden @ params["score"]
             chosen, rejected = reward[0::2], reward[1::2]
             each = -jax.nn.log_sigmoid(chosen - rejected - margins) + centering * (chosen + rejected) ** 2

@@ -115,7 +115,7 @@ def score(two_layers, medium):
     rows = len(LENGTHS) * GROUP
     forward = jax.jit(
         lambda params, tokens, mask: decoder.logits(
-            params, two_layers, decoder.forward(params, two_layers, tokens, attention.one_sequence_per_row(mask))
+            params, two_layers, decoder.forward(params, two_layers, tokens, attention.one_sequence_per_row(mask))[0]
         )
     )
 

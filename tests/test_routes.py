@@ -96,7 +96,7 @@ WIDTH = PROMPT + NEW
 @jax.jit
 def _alone(params, tokens, length, routes):
     meta = attention.one_sequence_per_row(jnp.arange(WIDTH)[None] < length)
-    hidden, routed = decoder.forward_and_routes(params, CFG, tokens, meta, routes_LBTk=routes)
+    hidden, routed = decoder.forward(params, CFG, tokens, meta, routes_LBTk=routes)
     logprobs = jax.nn.log_softmax(decoder.logits(params, CFG, hidden)[0])
     return jnp.take_along_axis(logprobs[:-1], tokens[0, 1:, None], axis=1)[:, 0], routed
 
@@ -331,7 +331,7 @@ def test_answers_of_an_environment_have_routes_too(mixture):
     talked = sample(mixture, ragged_prompts(P), jax.random.key(5), 2, 1.0, partner=Numbers())
     assert sum(len(one.turns) > 1 for one in talked.conversations) >= 2
     meta = attention.one_sequence_per_row(talked.token_mask)
-    routed = jax.jit(decoder.forward_and_routes, static_argnums=1)(mixture, CFG, talked.tokens, meta)[1]
+    routed = jax.jit(decoder.forward, static_argnums=1)(mixture, CFG, talked.tokens, meta)[1]
     ids = np.moveaxis(np.asarray(routed.ids), 0, 2).reshape(*talked.tokens.shape, L * K)
     np.testing.assert_array_equal(talked.routes[talked.token_mask], ids[talked.token_mask])
     assert not talked.routes[~talked.token_mask].any()
@@ -366,7 +366,6 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
         assert (one.routes is None) == (not one.tokens)
         if one.tokens:
             np.testing.assert_array_equal(one.routes, other.routes)
-            np.testing.assert_array_equal(one.prompt_routes, other.prompt_routes)
     after, _ = sampler.go_on(changed, held.completions, *how, 1, lambda ended: ended.all(), (P, G))
     same, _ = sampler.go_on(changed, first, *how, 1, lambda ended: ended.all(), (P, G))
 
@@ -376,13 +375,13 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
         assert one == other
         np.testing.assert_array_equal(one.routes, other.routes)
         if before.tokens:
-            np.testing.assert_array_equal(one.routes[: len(before.tokens)], before.routes)
-        known = prompt_routes.setdefault(one.group, one.prompt_routes)
-        np.testing.assert_array_equal(one.prompt_routes, known)
+            np.testing.assert_array_equal(one.routes[: len(before.routes)], before.routes)
+        of_prompt = one.routes[: one.num_read]
+        np.testing.assert_array_equal(of_prompt, prompt_routes.setdefault(one.group, of_prompt))
         if before.reason is not None:
             continue
         # what is new was drawn by the new weights, with these experts: the ratio is one
-        routes = np.concatenate([one.prompt_routes, one.routes]).reshape(-1, L, K)
+        routes = one.routes.reshape(-1, L, K)
         tokens = [*prompts[one.group], *one.tokens]
         logprobs, _ = alone(changed, tokens, routes)
         new = slice(len(before.tokens) - len(one.tokens), None)
@@ -393,13 +392,11 @@ def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
     rollout = rollout_of(after, ragged_prompts(P), GENERATION, 0, {})
     for row, one in enumerate(after):
         of_row = rollout.routes[row][rollout.token_mask[row]]
-        np.testing.assert_array_equal(of_row, np.concatenate([one.prompt_routes, one.routes]))
+        np.testing.assert_array_equal(of_row, one.routes)
 
 
 def test_a_checkpoint_with_other_routes_than_tokens_is_refused():
-    one = OpenCompletion(
-        0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), None, np.ones((3, 4), np.uint8), np.ones((2, 4), np.uint8)
-    )
+    one = OpenCompletion(0, 0, 0, (5, 6), (0.0, 0.0), (0.0, 0.0), (0, 0), None, np.ones((5, 4), np.uint8))
     arrays = InFlight([one, OpenCompletion(0, 1, 0)], 1).as_arrays()
     assert arrays["routes"].shape == (5, 4) and arrays["read"].tolist() == [3, 0]
     for wrong in ({"read": np.array([4, 0])}, {"read": np.array([3])}, {"routes": arrays["routes"].astype(float)}):
@@ -448,7 +445,7 @@ def _router_inputs(params, tokens, length):
         patch.setattr(experts, "route", watched)
         meta = attention.one_sequence_per_row(jnp.arange(WIDTH)[None] < length)
         # without loops and checkpoints, out of which nothing could be caught
-        decoder.forward_and_routes(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
+        decoder.forward(params, CFG, tokens, meta, remat="save_all", scan_layers=False)
     return jnp.stack(seen)
 
 

@@ -188,7 +188,7 @@ def rollout(params):
 
 @jax.jit
 def last_scores(params, tokens):
-    hidden = decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))
+    hidden = decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))[0]
     return decoder.logits(params, CFG, hidden[0, -1])
 
 

@@ -369,7 +369,7 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
             for piece in pieces:
                 tokens = jnp.asarray(piece)[None]
                 meta = one_sequence_per_row(jnp.ones_like(tokens, bool))
-                hidden = decoder.forward(params, cfg, tokens, meta, jnp.float64)
+                hidden = decoder.forward(params, cfg, tokens, meta, jnp.float64)[0]
                 logprobs = jax.nn.log_softmax(decoder.logits(params, cfg, hidden))[0, :-1]
                 total -= logprobs[jnp.arange(len(piece) - 1), tokens[0, 1:]].sum()
             return total / sum(len(piece) - 1 for piece in pieces)

@@ -593,7 +593,7 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_a
     task = task_module.Task(run.task, model.tokenizer, run.generation.max_prompt_length, run.generation.max_new_tokens)
     tokens, mask, counts = task.demonstrations(task.batch(8, run.seed, 0))
     forward = jax.jit(decoder.forward, static_argnums=1)
-    hidden = forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))
+    hidden = forward(params, model.cfg, tokens, attention.one_sequence_per_row(mask))[0]
     scores = np.asarray(decoder.logits(params, model.cfg, hidden), np.float64)[:, :-1]
     logprobs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     of_tokens = np.take_along_axis(logprobs, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]

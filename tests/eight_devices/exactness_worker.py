@@ -14,7 +14,7 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
-from tunix_lite.models import decoder, lora, weights
+from tunix_lite.models import decoder, lora
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
@@ -44,7 +44,7 @@ class Model:
 
 def random_arrays(table, seed: int):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), table, is_leaf=weights.is_weight)
+    return jax.tree.map(lambda w: rng.normal(0, 0.3, w.shape).astype(np.float32), table)
 
 
 PLAIN = Architecture(56, 2, 16, 8, 2, 4, 32, pattern=("local", "global"), window=5, query_scale=9)
@@ -124,4 +124,4 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
 
 def placed(arrays, table, dtype):
     lay = lambda w, x: put(x.astype(dtype), *w.axes)  # noqa: E731
-    return jax.tree.map(lay, table, arrays, is_leaf=weights.is_weight)
+    return jax.tree.map(lay, table, arrays)

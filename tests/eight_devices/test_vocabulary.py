@@ -68,7 +68,8 @@ def program(case: Case, which=(0, 1)):
     def run(hidden, table, targets, slopes):
         def scores(*trained):
             both = dict(zip(which, trained))
-            return tuple(token_scores(both.get(0, hidden), both.get(1, table), targets, case.softcap, case.temperature))
+            scored = token_scores(both.get(0, hidden), both.get(1, table), targets, case.softcap, case.temperature)
+            return scored.logprobs, scored.entropy
 
         found, pull = jax.vjp(scores, *((hidden, table)[i] for i in which))
         return *found, *pull((slopes[0], slopes[1]))

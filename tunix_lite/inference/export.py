@@ -231,11 +231,7 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         config |= families.keys_of_output(cfg, family)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(model, folder)
-    again, family_again = families.read_config(folder, family)
-    assert family_again is family and families.as_computed(again) == families.as_computed(cfg)
-    with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
-        read = hf.load_params(folder, cfg, family, on_bytes=on_bytes)
-        return _compare(model, read, _TOLERANCE[coarsest])
+    return _compare_files(model, folder, _TOLERANCE[coarsest])
 
 
 def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
@@ -266,28 +262,32 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
             Path(_base_name(model)).name,
             on_bytes,
         )
+    return _compare_files(
+        model, file, _TOLERANCE[{"f32": "F32", "f16": "F16"}.get(kind, "BF16")]
+    )
+
+
+def _compare_files(model: LanguageModel, where: Path, tolerance: float) -> float:
+    """`_compare` with the model in a folder or a GGUF file. Raises ConfigError if it has another
+    architecture or cuts texts in another way."""
+    source = model.source
     with error_context("what was written"):
-        # llama.cpp reads the file alone, so it must say all that the model is
-        again, _ = families.read_config(file, source.family)
-        read = tokenizer.Tokenizer.load(file)
+        again, family = families.read_config(where, source.family)
+        read = tokenizer.Tokenizer.load(where)
     lost = families.architecture_differences(
         families.as_computed(model.cfg), families.as_computed(again)
     )
     if lost:
         raise ConfigError(
-            f"kind=gguf: llama.cpp would compute with another architecture: {'; '.join(lost)} "
-            "(there)"
+            f"{where.name} would be computed with another architecture: {'; '.join(lost)} (there)"
         )
     if read.encode(_PROBE) != source.tokenizer.encode(_PROBE):
         raise ConfigError(
-            f"kind=gguf: llama.cpp has no tokenizer that cuts texts as {source.tokenizer.folder} "
-            "does"
+            f"{where.name} has no tokenizer that cuts texts as {source.tokenizer.folder} does"
         )
     with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
-        params = hf.load_params(file, model.cfg, source.family, on_bytes=on_bytes)
-        return _compare(
-            model, params, _TOLERANCE[{"f32": "F32", "f16": "F16"}.get(kind, "BF16")]
-        )
+        params = hf.load_params(where, model.cfg, family, on_bytes=on_bytes)
+    return _compare(model, params, tolerance)
 
 
 def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
@@ -333,9 +333,7 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
         params: Params, routes_LBTk: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         meta = attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
-        hidden, routed = decoder.forward_and_routes(
-            params, cfg, tokens, meta, routes_LBTk=routes_LBTk
-        )
+        hidden, routed = decoder.forward(params, cfg, tokens, meta, routes_LBTk=routes_LBTk)
         routes_LBTk = None if routed is None else routed.ids
         if cfg.output != "logits":
             return scalar_scores(params, hidden), routes_LBTk

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from tunix_lite.basics.types import Params
-from tunix_lite.models.weights import Table, Weight, is_weight
+from tunix_lite.models.weights import Table, Weight
 
 SCHEDULES = ("constant", "linear", "cosine")
 # dims of a weight that are inputs and outputs of a matrix; or, as optax.partition marks it, none
@@ -199,7 +199,7 @@ class MuonConfig(LearningRateConfig):
                 return math.sqrt(max(1.0, outputs / inputs)) * u
             return math.sqrt(max(inputs, outputs)) * self.rms * u
 
-        dims = jax.tree.map(dims_of, table, is_leaf=is_weight)
+        dims = jax.tree.map(dims_of, table)
 
         def is_dims(x: object) -> bool:
             return isinstance(x, DIMS)
@@ -345,7 +345,7 @@ def _per_layer(
         # without a table no weight is a stack
         stacks = jax.tree.map(lambda _: False, params)
         if table is not None:
-            stacks = jax.tree.map(lambda w: w.is_stacked, table, is_leaf=is_weight)
+            stacks = jax.tree.map(lambda w: w.is_stacked, table)
 
         def of(u: jax.Array, p: jax.Array, is_stacked: bool) -> jax.Array:
             return change(u, p, tuple(range(int(is_stacked), u.ndim)))

@@ -141,9 +141,7 @@ def make_policy(
     def numbers(params: Params, batch: RowBatch) -> TokenScores:
         # those that a reward model gives the text up to each scored token, that itself included
         meta = attention.meta_of_rows(batch)
-        hidden_RWD, routed = decoder.forward_and_routes(
-            params, cfg, batch.tokens, meta, dtype, **scoring
-        )
+        hidden_RWD, routed = decoder.forward(params, cfg, batch.tokens, meta, dtype, **scoring)
         numbers_RW = scalar_scores(params, hidden_RWD)
         of_tokens = TokenScores(jnp.where(batch.loss_weight != 0, numbers_RW, 0.0), None)
         if routed is not None:
@@ -174,8 +172,8 @@ def batch_scores(
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
-    routes = None if batch.routes is None else replayed(batch.routes, cfg)
-    hidden_RWD, routed = decoder.forward_and_routes(
+    routes = replayed(batch.routes, cfg)
+    hidden_RWD, routed = decoder.forward(
         params, cfg, batch.tokens, meta, dtype, routes_LBTk=routes, **forward
     )
 
@@ -214,7 +212,7 @@ def token_logprobs(
     """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T], of sequences that are not laid out in
     rows; position 0, which nothing predicts, is 0."""
     meta = attention.one_sequence_per_row(token_mask_BT)
-    hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[:, :-1]
+    hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[0][:, :-1]
     table_VD = decoder.output_table(params, cfg)
     scores = token_scores(
         hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature

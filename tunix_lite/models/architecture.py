@@ -20,6 +20,23 @@ OUTPUTS = ("logits", "score", "biased_score")
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 _MOST_OF_A_DIM = 2**26
+# The same of other numbers; an id of an expert has 16 bits where routes are recorded.
+_MOST = {"num_layers": MOST_LAYERS, "count": 2**15, "per_token": 2**15}
+
+
+def _check_numbers(values: object, of: str = "") -> None:
+    """Raises ValueError for a number in a dataclass that no model has: a stranger's file must not
+    become an array that no machine has. of: what its name begins with."""
+    for field in fields(values):
+        value = getattr(values, field.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and (value < 0 or (value == 0 and field.default != 0)):
+            raise ValueError(f"{of}{field.name}={value} must be above 0")
+        most = _MOST.get(field.name, _MOST_OF_A_DIM)
+        if isinstance(value, int) and value > most:
+            raise ValueError(
+                f"{of}{field.name}={value} is beyond {most:,}, which no model has"
+            )
 
 
 @dataclass(frozen=True)
@@ -144,10 +161,7 @@ class DeltaNet:
     taps: int = 4
 
     def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 1 <= value <= _MOST_OF_A_DIM:
-                raise ValueError(f"delta.{field.name}={value}; it is 1 to {_MOST_OF_A_DIM:,}")
+        _check_numbers(self, "delta.")
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"delta.num_value_heads={self.num_value_heads} is not a multiple of "
@@ -188,22 +202,11 @@ class Experts:
     limit: float | None = None
 
     def __post_init__(self):
-        sizes = {name: getattr(self, name) for name in ("count", "per_token", "mlp_dim")}
-        for name, value in sizes.items():
-            # an id has 16 bits where routes are recorded
-            most = _MOST_OF_A_DIM if name == "mlp_dim" else 2**15
-            if not 1 <= value <= most:
-                raise ValueError(f"experts.{name}={value}; it is 1 to {most:,}")
+        _check_numbers(self, "experts.")
         if self.per_token > self.count:
             raise ValueError(
                 f"experts.per_token={self.per_token} is above experts.count={self.count}"
             )
-        if not 0 <= self.shared_dim <= _MOST_OF_A_DIM:
-            raise ValueError(
-                f"experts.shared_dim={self.shared_dim}; it is 0 to {_MOST_OF_A_DIM:,}"
-            )
-        if self.limit is not None and self.limit <= 0:
-            raise ValueError(f"experts.limit={self.limit} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -304,17 +307,7 @@ class Architecture:
     layer_scalar: bool = False
 
     def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and (value < 0 or (value == 0 and field.default != 0)):
-                raise ValueError(f"{field.name}={value} must be above 0")
-            most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
-            # a number from a stranger's file must not become an array that no machine has
-            if isinstance(value, int) and value > most:
-                raise ValueError(
-                    f"{field.name}={value} is beyond {most:,}, which no model has"
-                )
+        _check_numbers(self)
         num_factors = 0 if self.longrope is None else len(self.longrope.short_factors)
         # the last layers read the keys of others
         first_reader = max(0, self.num_layers - self.kv_readers)

@@ -457,62 +457,50 @@ def splash(
     """The TPU kernel of jax.experimental.pallas, [B, T, N, H]. interpret: without a TPU, as tests
     do."""
 
-    def kernel(is_local: bool) -> Callable[..., jax.Array]:
-        return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
-
-    # The kernel has no scale of its own.
-    scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
-    k_BTKH = _repeat_heads_for_tp(k_BTKH)
-    v_BTKH = _repeat_heads_for_tp(v_BTKH)
-    heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)]
-    arrays = (*heads_first, meta.segments)
-    if isinstance(is_local, bool):
-        return kernel(is_local)(*arrays).swapaxes(1, 2)
-    # Its mask is static, so each kind of layer has a kernel of its own.
-    return jax.lax.cond(is_local, kernel(True), kernel(False), *arrays).swapaxes(1, 2)
-
-
-def _splash_kernel(
-    cfg: Architecture,
-    is_local: bool,
-    q_shape: tuple[int, ...],
-    interpret: bool,
-) -> Callable[..., jax.Array]:
-    """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H], on each device its own."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
-    B, T, N, H = q_shape
-    if is_local:
-        # Our window counts the query's own token.
-        head_mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0)
-    else:
-        head_mask = kernels.CausalMask((T, T))
-    # the largest that divides the row: a kernel takes no rest
-    block = next(size for size in (512, 256, LANES) if T % size == 0)
-    kernel = kernels.make_splash_mha(
-        kernels.MultiHeadMask([head_mask] * (N // parts_of("heads"))),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=kernels.BlockSizes(**dict.fromkeys(BLOCKS, block)),
-        attn_logits_soft_cap=cfg.attn_softcap,
-        interpret=interpret,
-    )
-
-    def of_sequence(
-        q_NTH: jax.Array,
-        k_KTH: jax.Array,
-        v_KTH: jax.Array,
-        segments_T: jax.Array,
-    ) -> jax.Array:
-        return kernel(q_NTH, k_KTH, v_KTH, kernels.SegmentIds(segments_T, segments_T))
-
-    # Queries, keys and values are divided alike (repeat_heads_for_tp).
+    T = q_BTNH.shape[1]
+    # The kernel has no scale of its own.
+    scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
+    # Queries, keys and values are divided alike.
+    k_BTKH = _repeat_heads_for_tp(k_BTKH)
+    v_BTKH = _repeat_heads_for_tp(v_BTKH)
+    q_BNTH, *kv_BKTH = (x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH))
     mesh = jax.sharding.get_abstract_mesh()
-    qkv_spec = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
-    in_specs = (qkv_spec, qkv_spec, qkv_spec, P(qkv_spec[0], None))
-    on_a_device = jax.vmap(of_sequence)
-    # The results of a kernel do not say over which axes they vary, so jax cannot check it.
-    return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=qkv_spec, check_vma=False)
+    qkv_spec = spec(("batch", "heads", "seq", "head_dim"), q_BNTH.shape, mesh)
+
+    def on_devices(is_local: bool) -> Callable[..., jax.Array]:
+        # Our window counts the query's own token.
+        causal = kernels.CausalMask((T, T))
+        mask = kernels.LocalMask((T, T), (cfg.window - 1, 0), 0) if is_local else causal
+        # the largest that divides the row: a kernel takes no rest
+        block = next(size for size in (512, 256, LANES) if T % size == 0)
+        kernel = kernels.make_splash_mha(
+            kernels.MultiHeadMask([mask] * (q_BNTH.shape[1] // parts_of("heads"))),
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=kernels.BlockSizes(**dict.fromkeys(BLOCKS, block)),
+            attn_logits_soft_cap=cfg.attn_softcap,
+            interpret=interpret,
+        )
+
+        def of_sequence(*arrays: jax.Array) -> jax.Array:
+            *qkv, segments_T = arrays
+            return kernel(*qkv, kernels.SegmentIds(segments_T, segments_T))
+
+        return jax.shard_map(
+            jax.vmap(of_sequence),
+            in_specs=(qkv_spec, qkv_spec, qkv_spec, P(qkv_spec[0], None)),
+            out_specs=qkv_spec,
+            # The results of a kernel do not say over which axes they vary.
+            check_vma=False,
+        )
+
+    arrays = (q_BNTH, *kv_BKTH, meta.segments)
+    if isinstance(is_local, bool):
+        return on_devices(is_local)(*arrays).swapaxes(1, 2)
+    # Its mask is static, so each kind of layer has a kernel of its own.
+    return jax.lax.cond(is_local, on_devices(True), on_devices(False), *arrays).swapaxes(1, 2)
 
 
 BLOCKS = """
@@ -620,11 +608,3 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
         # Whatever the error is, it is the reason.
         return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
     return None
-
-
-def shard_heads(q_BTNH: jax.Array, *kv_BTKH: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, and keys and values if there are any, with their heads divided over tp."""
-    return (
-        constrain(q_BTNH, "batch", "seq", "heads", "head_dim"),
-        *(constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in kv_BTKH),
-    )

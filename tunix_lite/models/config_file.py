@@ -3,7 +3,7 @@ is an error."""
 
 import math
 from dataclasses import fields, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from tunix_lite.models.architecture import (
 from tunix_lite.models.family import (
     LENGTH,
     MOST,
-    ROPE_KEYS,
-    YARN_KEYS,
+    ROPES,
     Family,
     as_number,
     as_object,
@@ -80,10 +79,7 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
         # only some models of Gemma 4 have experts
         if part == "experts" and not hf.get("enable_moe_block", True):
             continue
-        kind = types[part][inner]
-        kinds = get_args(kind) or (kind,)
-        is_absent = hf[key] is None and type(None) in kinds
-        value = None if is_absent else as_number(hf[key], key, kinds[0])
+        value = as_number(hf[key], key, types[part][inner])
         (values.setdefault(part, {}) if part else values)[inner] = value
     for part, kind in PARTS.items():
         if part in values:
@@ -204,41 +200,30 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
             )
         rope = rope | {LENGTH: beside}
 
-    def in_rope(key: str, kind: type = float) -> Any:
-        return as_number(rope[key], key, kind)
-
-    if kind == "linear":
-        return {"rope_scaling": RopeScaling(in_rope("factor"))}
-    if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor")
-        return {"rope_scaling": RopeScaling(*map(in_rope, keys), in_rope(LENGTH, int))}
-    if kind == "yarn":
-        grown = 0.1 * math.log(max(in_rope("factor"), 1))
-        amplitude = 1 + grown
-        if rope.get("mscale") and rope.get("mscale_all_dim"):
-            amplitude = (1 + in_rope("mscale") * grown) / (
-                1 + in_rope("mscale_all_dim") * grown
-            )
-        absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
-        rope = absent | {"attention_factor": amplitude, "truncate": True} | rope
-        types = get_type_hints(Yarn)
-        return {"yarn": Yarn(**{n: in_rope(key, types[n]) for n, key in YARN_KEYS.items()})}
+    if kind not in ROPES:
+        return {}
+    # What follows from other numbers where the file leaves it out.
     if kind == "longrope":
         # Phi writes the length beside the rope object, too, and there it counts.
         beside = family.absent | config
-        lengths = [as_number(beside[key], key, int) for key in (LENGTH, MOST)]
-        if lengths[0] < 2:
-            raise ValueError(f"{LENGTH}={lengths[0]}; it is 2 or more")
-        rope = {"factor": lengths[1] / lengths[0]} | rope
-        grown = math.log(max(in_rope("factor"), 1)) / math.log(lengths[0])
-        rope = {"attention_factor": math.sqrt(1 + grown)} | rope
-        lists = []
-        for key in ("short_factor", "long_factor"):
-            if not isinstance(rope[key], list):
-                raise ValueError(f"{key}={shown(rope[key])}; it is a list of numbers")
-            lists.append(tuple(as_number(value, key, float) for value in rope[key]))
-        return {"longrope": LongRope(*lists, *lengths, in_rope("attention_factor"))}
-    return {}
+        lengths = {key: as_number(beside[key], key, int) for key in (LENGTH, MOST)}
+        if lengths[LENGTH] < 2:
+            raise ValueError(f"{LENGTH}={lengths[LENGTH]}; it is 2 or more")
+        rope = {"factor": lengths[MOST] / lengths[LENGTH]} | rope | lengths
+    grown = math.log(max(as_number(rope["factor"], "factor", float), 1))
+    if kind == "longrope":
+        rope = {"attention_factor": math.sqrt(1 + grown / math.log(lengths[LENGTH]))} | rope
+    if kind == "yarn":
+        scales = [as_number(rope.get(x) or 0, x, float) for x in ("mscale", "mscale_all_dim")]
+        one, other = (1 + 0.1 * scale * grown for scale in (scales if all(scales) else (1, 0)))
+        absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
+        rope = absent | {"attention_factor": one / other, "truncate": True} | rope
+    field, keys = ROPES[kind]
+    of_field = {"rope_scaling": RopeScaling, "yarn": Yarn, "longrope": LongRope}[field]
+    types = get_type_hints(of_field)
+    # Llama 3 needs all fields, which may be absent in a linear scaling.
+    numbers = {n: as_number(rope[key], key, types[n]) for n, key in keys.items()}
+    return {field: of_field(**numbers)}
 
 
 def as_computed(cfg: Architecture) -> Architecture:
@@ -287,26 +272,21 @@ def as_json(cfg: Architecture, family: Family) -> dict:
     if cfg.global_rope_share < 1:
         of_global["rope_type"] = "proportional"
         of_global["partial_rotary_factor"] = cfg.global_rope_share
-    if (scaling := cfg.rope_scaling) is not None:
-        written = {ROPE_KEYS.get(n, n): x for n, x in vars(scaling).items() if x is not None}
-        kind = "linear" if scaling.original_positions is None else "llama3"
-        of_global |= {"rope_type": kind} | written
-    if (yarn := cfg.yarn) is not None:
-        written = {key: getattr(yarn, name) for name, key in YARN_KEYS.items()}
-        # Only Ministral has query_growth, and only gpt-oss does not truncate.
-        usual = {"llama_4_scaling_beta": 0, "truncate": True}
-        of_global["rope_type"] = "yarn"
-        of_global |= {key: x for key, x in written.items() if usual.get(key) != x}
-        if yarn.in_windows:
-            of_local = of_global | {"rope_theta": cfg.rope_theta_local}
+    for kind, (field, keys) in ROPES.items():
+        written = {key: getattr(getattr(cfg, field), name, None) for name, key in keys.items()}
+        if None not in written.values():
+            # Only Ministral has query_growth, and only gpt-oss does not truncate.
+            usual = {"llama_4_scaling_beta": 0, "truncate": True}
+            of_global["rope_type"] = kind
+            of_global |= {
+                key: list(x) if isinstance(x, tuple) else x
+                for key, x in written.items()
+                if usual.get(key) != x
+            }
+    if cfg.yarn is not None and cfg.yarn.in_windows:
+        of_local = of_global | {"rope_theta": cfg.rope_theta_local}
     if (long := cfg.longrope) is not None:
-        lists = {
-            "short_factor": list(long.short_factors),
-            "long_factor": list(long.long_factors),
-        }
-        of_global |= {"rope_type": "longrope", LENGTH: long.original_positions} | lists
-        of_global["attention_factor"] = long.amplitude
-        hf |= {LENGTH: long.original_positions, MOST: long.long_positions}
+        hf |= {LENGTH: long.original_positions, MOST: of_global.pop(MOST)}
     by_kind = {"sliding_attention": of_local, "full_attention": of_global}
     hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global
     return hf

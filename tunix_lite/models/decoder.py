@@ -5,7 +5,7 @@ arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3), 2412.15115 and 2505.09388 (Qwe
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -34,7 +34,6 @@ from tunix_lite.models.weights import (
     Weight,
     fan_in,
     for_compute,
-    is_weight,
     ones,
     project,
     stacked,
@@ -108,11 +107,6 @@ def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
     names = stack_of_layers(cfg)
     kinds = dict(zip(names, cfg.kinds_of_weights))
     return {name: (kinds[name], count) for name, count in Counter(names).items()}
-
-
-def has_states(cfg: Architecture) -> bool:
-    """Whether layers keep a state, which no token can be taken out of again."""
-    return any(kind_of_layer(kind).state_shapes is not None for kind in cfg.pattern)
 
 
 def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
@@ -195,7 +189,7 @@ def copy_to_score(
         return jnp.copy(x) if x.dtype == to else x.astype(to)
 
     # norms stay in float32, as in training
-    dtypes = jax.tree.map(kept_dtype, weights(cfg), is_leaf=is_weight)
+    dtypes = jax.tree.map(kept_dtype, weights(cfg))
     return jax.tree.map(copy, params, dtypes)
 
 
@@ -203,19 +197,6 @@ def copy_to_score(
 
 
 def forward(
-    params: Params,
-    cfg: Architecture,
-    tokens_BT: jax.Array,
-    meta: AttentionMeta,
-    dtype: DTypeLike = jnp.float32,
-    **settings: Any,
-) -> jax.Array:
-    """Hidden states [B, T, D] of whole rows, after the final norm. settings: further ones of
-    `forward_and_routes`."""
-    return forward_and_routes(params, cfg, tokens_BT, meta, dtype, **settings)[0]
-
-
-def forward_and_routes(
     params: Params,
     cfg: Architecture,
     tokens_BT: jax.Array,
@@ -295,35 +276,33 @@ def forward_and_routes(
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
         of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
-        layers = _by_stack(params["layers"], cfg)
         keys_and_values = {}
-        by_layer = []
-        for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
-            x_BTD, keys_and_values[i], routed = of_layer(kind, i in cfg.sources.values())(
-                x_BTD,
-                next(layers[stack]),
-                None if per_layer_LBTP is None else per_layer_LBTP[i],
-                None if routes_LBTk is None else routes_LBTk[i],
-                keys_and_values.get(cfg.sources.get(i)),
-            )
-            by_layer.append(routed)
-        routed = jax.tree.map(lambda *xs: jnp.stack(xs), *by_layer)
+        routed_by_layer = []
+        for i, w in enumerate(by_layer(params["layers"], cfg)):
+            one = of_layer(cfg.kinds_of_weights[i], i in cfg.sources.values())
+            own = jax.tree.map(lambda x, i=i: x[i], (per_layer_LBTP, routes_LBTk))
+            of_source = keys_and_values.get(cfg.sources.get(i))
+            x_BTD, keys_and_values[i], routed = one(x_BTD, w, *own, of_source)
+            routed_by_layer.append(routed)
+        routed = jax.tree.map(lambda *xs: jnp.stack(xs), *routed_by_layer)
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg), routed
 
 
-def _by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
-    """The weights of the layers of each stack, one layer after the other."""
+def split(leaf: jax.Array, count: int) -> list[jax.Array]:
+    """The layers of a leaf [count, ...]."""
+    # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
+    return [x.squeeze(0) for x in jax.lax.split(leaf, [1] * count)]
 
-    def of_stack(tree: Params, count: int) -> Iterator[Params]:
-        leaves, structure = jax.tree.flatten(tree)
-        # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
-        for of_layer in zip(*(jax.lax.split(leaf, [1] * count) for leaf in leaves)):
-            yield structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
 
-    return {
-        stack: of_stack(layers if stack is None else layers[stack], count)
-        for stack, (_, count) in stacks(cfg).items()
-    }
+def by_layer(
+    layers: Params, cfg: Architecture, parts: Callable[[Any, int], Sequence[Any]] = split
+) -> list[Params]:
+    """What each layer has of a tree of the layers. parts: of a leaf, for so many layers."""
+    of_stacks = {}
+    for stack, (_, count) in stacks(cfg).items():
+        leaves, structure = jax.tree.flatten(layers if stack is None else layers[stack])
+        of_stacks[stack] = map(structure.unflatten, zip(*(parts(x, count) for x in leaves)))
+    return [next(of_stacks[stack]) for stack in stack_of_layers(cfg)]
 
 
 def _one_layer(
@@ -346,7 +325,7 @@ def _scan_layers(
     policy: Callable[..., bool] | None,
 ) -> tuple[jax.Array, Routed | None]:
     """The hidden states after all layers, by scans over them, and where tokens were routed. layer:
-    as `forward_and_routes` makes it. inputs: what each layer has of its own, [L, ...]."""
+    as `forward` makes it. inputs: what each layer has of its own, [L, ...]."""
 
     # Where all layers of a stack are of one kind, it is known while compiling.
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
@@ -373,42 +352,48 @@ def _scan_layers(
         are_local = np.array([kind == "local" for kind in cfg.kinds])
         return jax.lax.scan(bodies[None], x_BTD, (layers, inputs, are_local))
 
-    # Of each stack the weights and inputs, [count, ...], and how many layers have run.
+    # Of each stack the weights and inputs, [count, ...].
     names = stack_of_layers(cfg)
     trees = {}
     for stack in layers:
         numbers = np.array([i for i, name in enumerate(names) if name == stack])
         of_stack = jax.tree.map(lambda x, numbers=numbers: x[numbers], inputs)
         trees[stack] = (layers[stack], of_stack)
-    done = Counter()
-
-    def next_layers(part: tuple[str, ...]) -> Params:
-        counts = Counter(part)
-        taken = {
-            stack: jax.tree.map(lambda leaf, a=done[stack], n=n: leaf[a : a + n], trees[stack])
-            for stack, n in counts.items()
-        }
-        done.update(counts)
-        return taken
+    take = _taking(trees)
 
     # Layers whose keys and values others read stand outside of loops, where these are arrays.
     first_source = min(cfg.sources.values(), default=cfg.num_layers)
     first_reader = cfg.num_layers - cfg.kv_readers
     by_part = []
     if before := names[:first_source]:
-        x_BTD, routed = _scan_periods(bodies, before, x_BTD, next_layers(before))
+        x_BTD, routed = _scan_periods(bodies, before, x_BTD, take(before))
         by_part.append(routed)
     for i, kind in enumerate(cfg.kinds[first_source:first_reader], first_source):
-        w, own = jax.tree.map(lambda leaf: leaf[0], next_layers(names[i : i + 1])[names[i]])
+        w, own = jax.tree.map(lambda leaf: leaf[0], take([names[i]])[names[i]])
         of_layer = _one_layer(layer, policy, kind, i in cfg.sources.values())
         x_BTD, of_source, routed = of_layer(x_BTD, w, *own)
         by_part.append(jax.tree.map(lambda x: x[None], routed))
         if of_source is not None:
             bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
     if readers := names[first_reader:]:
-        x_BTD, routed = _scan_periods(bodies, readers, x_BTD, next_layers(readers))
+        x_BTD, routed = _scan_periods(bodies, readers, x_BTD, take(readers))
         by_part.append(routed)
     return x_BTD, _in_order(by_part)
+
+
+def _taking(trees: Params) -> Callable[[Sequence[str]], Params]:
+    """take(stacks of the next layers) -> their part of the trees, which are by stack."""
+    done = Counter()
+
+    def take(names: Sequence[str]) -> Params:
+        taken = {
+            stack: jax.tree.map(lambda leaf, a=done[stack], n=n: leaf[a : a + n], trees[stack])
+            for stack, n in Counter(names).items()
+        }
+        done.update(names)
+        return taken
+
+    return take
 
 
 def _in_order(by_part: list[Routed | None]) -> Routed | None:
@@ -428,42 +413,27 @@ def _scan_periods(
     def in_order(
         part: tuple[str, ...], x_BTD: jax.Array, trees: Params
     ) -> tuple[jax.Array, Routed | None]:
-        """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
-        first = Counter()
+        take = _taking(trees)
         by_part = []
+        # neighbours of one stack run in one loop, and so compile once
         for stack, neighbours in itertools.groupby(part):
-            # neighbours of one stack run in one loop, and so compile once
-            stop = first[stack] + len(list(neighbours))
-            arrays = jax.tree.map(
-                lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
-            )
+            arrays = take(list(neighbours))[stack]
             x_BTD, routed = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
             by_part.append(routed)
-            first[stack] = stop
         return x_BTD, _in_order(by_part)
 
     # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
     period = repeated(names)
-    counts = Counter(period)
     num_periods = len(names) // len(period)
-
-    def in_periods(leaf: jax.Array, count: int) -> jax.Array:
-        return leaf[: num_periods * count].reshape(num_periods, count, *leaf.shape[1:])
-
-    of_periods = {
-        stack: jax.tree.map(partial(in_periods, count=counts[stack]), tree)
-        for stack, tree in trees.items()
-    }
+    take = _taking(trees)
+    of_periods = jax.tree.map(
+        lambda leaf: leaf.reshape(num_periods, -1, *leaf.shape[1:]), take(period * num_periods)
+    )
     x_BTD, routed = jax.lax.scan(partial(in_order, period), x_BTD, of_periods)
     routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
-    rest = names[num_periods * len(period) :]
-    if not rest:
+    if not (rest := names[num_periods * len(period) :]):
         return x_BTD, routed
-    left = {
-        stack: jax.tree.map(lambda leaf, n=num_periods * counts[stack]: leaf[n:], tree)
-        for stack, tree in trees.items()
-    }
-    x_BTD, routed_of_rest = in_order(rest, x_BTD, left)
+    x_BTD, routed_of_rest = in_order(rest, x_BTD, take(rest))
     return x_BTD, _in_order([routed, routed_of_rest])
 
 
@@ -515,7 +485,7 @@ def forward_by_layer(
     routes_LBTk: jax.Array | None = None,
 ) -> tuple[jax.Array, list, Routed | None]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; what each layer
-    keeps; and where tokens were routed, as `forward_and_routes` has it.
+    keeps; and where tokens were routed, as `forward` has it.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
     layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:
@@ -528,7 +498,7 @@ def forward_by_layer(
     if cfg.per_layer_dim:
         per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
     # no loop over layers: each has a cache of its own, and may be of another shape
-    by_layer = []
+    kept_by_layer = []
     routed_by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
@@ -538,14 +508,13 @@ def forward_by_layer(
             attend_norms,
             sequences,
             None if states is None else states[layer],
-            None if per_layer_LBTP is None else per_layer_LBTP[layer],
-            None if routes_LBTk is None else routes_LBTk[layer],
+            *jax.tree.map(lambda x, i=layer: x[i], (per_layer_LBTP, routes_LBTk)),
         )
         x_BTD, kept_of_layer, routed = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
-        by_layer.append(kept_of_layer)
+        kept_by_layer.append(kept_of_layer)
         routed_by_layer.append(routed)
     routed = jax.tree.map(lambda *xs: jnp.stack(xs), *routed_by_layer)
-    return norm(x_BTD, params["final_norm"], cfg), by_layer, routed
+    return norm(x_BTD, params["final_norm"], cfg), kept_by_layer, routed
 
 
 # ---- embedding and logits
@@ -583,16 +552,9 @@ def per_layer_inputs(
     return constrain(by_layer, "layers", "batch", "seq", "per_layer")
 
 
+@jax.custom_vjp
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least."""
-    if jnp.finfo(table_VD.dtype).bits >= 32:
-        # Its gradient is a sum in float32 by itself.
-        return table_VD[tokens_BT]
-    return _lookup(table_VD, tokens_BT)
-
-
-@jax.custom_vjp
-def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VD[tokens_BT]
 
 
@@ -605,7 +567,7 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
 
 
 # The backward pass reads only the shape and the dtype of the table.
-_lookup.defvjp(lambda *arrays: (_lookup(*arrays), arrays), _lookup_backward)
+lookup.defvjp(lambda *arrays: (lookup(*arrays), arrays), _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
@@ -782,9 +744,9 @@ def attention_part(
             q_BTNH = stored(wide(q_BTNH) * query_scale[0], q_BTNH.dtype)
 
     # Heads over tp. The names are those that REMAT keeps.
-    q_BTNH, *kv = attention.shard_heads(q_BTNH, *kv)
-    q_BTNH = checkpoint_name(q_BTNH, "q")
-    kv = [checkpoint_name(x, name) for x, name in zip(kv, "kv")]
+    q_BTNH = constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
+    kv = [constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in kv]
+    q_BTNH, *kv = (checkpoint_name(x, name) for x, name in zip((q_BTNH, *kv), "qkv"))
 
     sinks = {"sinks_N": w["sinks"]} if cfg.attn_sinks else {}
     out_BTNH, extra = around.attend_fn(q_BTNH, *kv, **sinks)

@@ -2,12 +2,12 @@
 whole vocabulary (arXiv:2306.13649, arXiv:2601.20802). Only a block of both models' logits exists at
 once (models/vocabulary.py)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal
 
 from tunix_lite.models.rounding import stored
 from tunix_lite.models.vocabulary import (
@@ -18,9 +18,10 @@ from tunix_lite.models.vocabulary import (
     block_tokens,
     constrained,
     numbered,
-    pulled_back,
+    scores_and_totals,
     softcapped,
     table_in_blocks,
+    with_gradients,
     zero_sums,
 )
 from tunix_lite.parallel.mesh import gather
@@ -73,7 +74,8 @@ def head_divergence(
     tables = tuple(
         table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE)
     )
-    return _divergence(kind, specs, hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
+    arrays = (hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
+    return _divergence((kind, *specs), *arrays)
 
 
 def _logits(
@@ -85,23 +87,16 @@ def _logits(
     return jnp.where(block_tokens(spec, block_PSD, index) >= 0, logits, BELOW_ALL)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _divergence(kind: Kind, specs: tuple[HeadSpec, HeadSpec], *arrays: jax.Array) -> jax.Array:
-    """[B, M] of the four arrays that _forward takes."""
-    hidden, table, teacher, teacher_table = arrays
-    placed = (hidden, constrained(table), teacher, constrained(teacher_table))
-    return _forward(kind, specs, *placed)[0]
-
-
 def _forward(
-    kind: Kind,
-    specs: tuple[HeadSpec, HeadSpec],
+    static: tuple[Kind, HeadSpec, HeadSpec],
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
     teacher_BME: jax.Array,
     teacher_NPSE: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence; and the logarithms of both totals and the sum of slopes, all [B, M]."""
+    kind, *specs = static
+    teacher_NPSE = constrained(teacher_NPSE)
     blocks = numbered(table_NPSD, teacher_NPSE)
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
@@ -112,19 +107,9 @@ def _forward(
         ]
 
     # the first pass: what each model's logits are normalised by
-    def add_totals(sums: tuple, block: tuple) -> tuple[tuple, None]:
-        grown = []
-        for (top, total), logits in zip(sums, both(*block)):
-            # the sum so far was taken relative to the old maximum
-            higher = jnp.maximum(top, jnp.max(logits, axis=-1))
-            exps = jnp.exp(logits - higher[..., None])
-            grown.append((higher, total * jnp.exp(top - higher) + jnp.sum(exps, axis=-1)))
-        return tuple(grown), None
-
-    start = (zeros + BELOW_ALL, zeros)
-    sums, _ = jax.lax.scan(add_totals, (start, start), blocks)
-    # the parts of the vocabulary [B, M, P] meet here, for the first time
-    totals = [jax.nn.logsumexp(top + jnp.log(total), axis=-1) for top, total in sums]
+    none = jnp.full(hidden_BMD.shape[:2], -1)
+    heads = ((hidden_BMD, table_NPSD), (teacher_BME, teacher_NPSE))
+    totals = [scores_and_totals(spec, *head, none)[1][0] for spec, head in zip(specs, heads)]
 
     # the second pass: log-probabilities of a block, and their terms
     def add_terms(sums: tuple, block: tuple) -> tuple[tuple, None]:
@@ -139,22 +124,15 @@ def _forward(
     return value, (*totals, slopes)
 
 
-def _forward_with_residuals(
-    kind: Kind, specs: tuple[HeadSpec, HeadSpec], *primals: CustomVJPPrimal
-) -> tuple[jax.Array, tuple]:
-    hidden, table, teacher, teacher_table = (primal.value for primal in primals)
-    arrays = (hidden, constrained(table), teacher, constrained(teacher_table))
-    value, sums = _forward(kind, specs, *arrays)
-    # whether the table trains is known while tracing
-    trains = () if primals[1].perturbed else None
-    return value, (arrays, sums, trains)
-
-
-def _backward(
-    kind: Kind, specs: tuple[HeadSpec, HeadSpec], residuals: tuple, g_BM: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None, None]:
-    """The gradients of the student's hidden states and table; the teacher has none."""
-    (hidden_BMD, table_NPSD, teacher_BME, teacher_NPSE), sums, trains = residuals
+def _slopes(
+    static: tuple[Kind, HeadSpec, HeadSpec],
+    others: list[jax.Array],
+    sums: tuple[jax.Array, ...],
+    g_BM: jax.Array,
+) -> tuple[Callable[[jax.Array, tuple], jax.Array], tuple]:
+    """Of the student alone; the teacher has none."""
+    kind, *specs = static
+    teacher_BME, teacher_NPSE = others
     ours_total, theirs_total, slopes, g = (x[..., None, None] for x in (*sums, g_BM))
 
     # the third pass: the slope of the divergence by each logit of the student
@@ -168,7 +146,7 @@ def _backward(
         # All logits share one total, so each loses its share of the sum of slopes.
         return pull(g * (slope - jnp.exp(ours) * slopes))[0]
 
-    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent, (teacher_NPSE,)), None, None
+    return cotangent, (constrained(teacher_NPSE),)
 
 
-_divergence.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
+_divergence = with_gradients(_forward, _slopes)

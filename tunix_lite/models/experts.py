@@ -8,7 +8,6 @@ Sources: arXiv:2505.09388 (Qwen 3), 2508.10925 (gpt-oss).
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import flax.struct
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
@@ -123,8 +121,7 @@ def feed_forward(
     weights_BTk, routed = route(read_BTD, w, cfg, routes_BTk, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
-    settings = products.tp_reduce_dtype, products.tokamax
-    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, *settings)
+    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, products)
 
     if sizes.shared_dim:
         opened = jax.nn.sigmoid(wide(project(normed_BTD, w["shared_open"])))
@@ -214,11 +211,9 @@ def _mixture(
     weights_BTk: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
-    sum_dtype: DTypeLike,
-    tokamax: bool,
+    products: Any,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert. sum_dtype: of
-    the parts of tp, as weights.project takes it."""
+    """The weighted sum of each token's experts, [B, T, D]. An id of E is no expert."""
     mesh = jax.sharding.get_abstract_mesh()
     tp = current_rules()["mlp"]
     tp = tp if tp == "tp" and mesh.shape[tp] > 1 else None
@@ -230,60 +225,46 @@ def _mixture(
     tokens = spec(("batch", "seq", "act_embed"), x_BTD.shape, mesh)
 
     # Each device computes its own tokens, of each expert its own part of the inner width.
+    def of_tokens(w: dict[str, Any], *arrays: jax.Array) -> jax.Array:
+        x_ND, ids_Nk, weights_Nk = (x.reshape(-1, x.shape[-1]) for x in arrays)
+        E = cfg.experts.count
+        groups = group(ids_Nk, E, block_of(ids_Nk.size, E)).replace(tokamax=products.tokamax)
+        x_RD = to_rows(x_ND, groups.token, groups.row)
+        weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
+        # Rows that only fill up their block count zero, and so do their gradients.
+        weights_R1 = jnp.where(groups.is_pair, weights_R1, 0)
+
+        def multiplied(name: str) -> jax.Array:
+            out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)
+            if cfg.experts.biases:
+                bias_RI = groups.of_rows(w[f"expert_{name}_bias"])
+                out_RI = added(out_RI, stored(bias_RI, out_RI.dtype))
+            # one of the names that decoder.REMAT keeps
+            return checkpoint_name(out_RI, "product")
+
+        # Weighted before the last product: then the gradient of the weights needs no result of it.
+        hidden_RI = activate(multiplied("gate"), multiplied("up"), cfg)
+        hidden_RI = stored(wide(hidden_RI) * weights_R1, x_ND.dtype)
+        out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
+        if cfg.experts.biases:
+            bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
+            if tp is not None:
+                # once for all parts
+                bias_RD = jnp.where(jax.lax.axis_index(tp) == 0, bias_RD, 0)
+            out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
+        out_ND = from_rows(out_RD, groups.token, groups.row)
+        out_ND = stored(out_ND, jnp.promote_types(products.tp_reduce_dtype, x_ND.dtype))
+        return out_ND.reshape(1, *arrays[0].shape)
+
     on_devices = jax.shard_map(
-        partial(_of_tokens, cfg=cfg, tp=tp, sum_dtype=sum_dtype, tokamax=tokamax),
-        in_specs=(tokens, tokens, tokens, specs),
+        of_tokens,
+        in_specs=(specs, tokens, tokens, tokens),
         out_specs=P(tp, *tokens),
         # with it, every loop would have to say over which axes its values vary
         check_vma=False,
     )
-    parts = on_devices(x_BTD, ids_BTk, weights_BTk, of_experts)
+    parts = on_devices(of_experts, x_BTD, ids_BTk, weights_BTk)
     return stored(jnp.sum(wide(parts), axis=0), x_BTD.dtype)
-
-
-def _of_tokens(
-    x_BTD: jax.Array,
-    ids_BTk: jax.Array,
-    weights_BTk: jax.Array,
-    w: dict[str, Any],
-    cfg: Architecture,
-    tp: str | None,
-    sum_dtype: DTypeLike,
-    tokamax: bool,
-) -> jax.Array:
-    """The weighted sum of each token's experts, [1, B, T, D], on one device: of its part of their
-    inner width, if tp divides that."""
-    x_ND, ids_Nk, weights_Nk = (
-        x.reshape(-1, x.shape[-1]) for x in (x_BTD, ids_BTk, weights_BTk)
-    )
-    E = cfg.experts.count
-    groups = group(ids_Nk, E, block_of(ids_Nk.size, E)).replace(tokamax=tokamax)
-    x_RD = to_rows(x_ND, groups.token, groups.row)
-    weights_R1 = to_rows(weights_Nk.reshape(-1, 1), groups.pair, groups.row.reshape(-1, 1))
-    # Rows that only fill up their block count zero, and so do their gradients.
-    weights_R1 = jnp.where(groups.is_pair, weights_R1, 0)
-
-    def multiplied(name: str) -> jax.Array:
-        out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)
-        if cfg.experts.biases:
-            bias_RI = groups.of_rows(w[f"expert_{name}_bias"])
-            out_RI = added(out_RI, stored(bias_RI, out_RI.dtype))
-        # one of the names that decoder.REMAT keeps
-        return checkpoint_name(out_RI, "product")
-
-    # Weighted before the last product: then the gradient of the weights needs no result of it.
-    hidden_RI = activate(multiplied("gate"), multiplied("up"), cfg)
-    hidden_RI = stored(wide(hidden_RI) * weights_R1, x_ND.dtype)
-    out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
-    if cfg.experts.biases:
-        bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
-        if tp is not None:
-            # once for all parts
-            bias_RD = jnp.where(jax.lax.axis_index(tp) == 0, bias_RD, 0)
-        out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
-    out_ND = from_rows(out_RD, groups.token, groups.row)
-    out_ND = stored(out_ND, jnp.promote_types(sum_dtype, x_BTD.dtype))
-    return out_ND.reshape(1, *x_BTD.shape)
 
 
 def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:

@@ -15,7 +15,6 @@ from tunix_lite.models.config_file import (
 )
 from tunix_lite.models.decoder import layer_weights, stacks
 from tunix_lite.models.family import (
-    DELTA,
     DELTA_KEYS,
     EXPERT_KEYS,
     FUSED_EXPERTS,
@@ -26,10 +25,7 @@ from tunix_lite.models.family import (
     NAMES,
     NTH_GLOBAL,
     PER_EXPERT,
-    PER_LAYER,
     POST_NORMS,
-    QK_NORMS,
-    QKV_BIASES,
     ROPE_KEYS,
     ROTATIONS,
     SCORERS,
@@ -86,7 +82,7 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     flags=_FULL_ROPE,
-    names=NAMES | POST_NORMS | QK_NORMS,
+    names=NAMES | POST_NORMS,
     keys=KEYS | {"window": "sliding_window", "query_scale": "query_pre_attn_scalar"},
     fixed=_GELU
     | {
@@ -142,12 +138,7 @@ GEMMA4 = Family(
         "query_scale": 1,
         "rope_scaling": None,
     },
-    names=NAMES
-    | POST_NORMS
-    | QK_NORMS
-    | PER_LAYER
-    | _EXPERTS_OF_GEMMA4
-    | {"layer_scalar": "layer_scalar"},
+    names=NAMES | POST_NORMS | _EXPERTS_OF_GEMMA4,
     keys=KEYS
     | {
         "window": "sliding_window",
@@ -210,7 +201,6 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     flags=LLAMA_LIKE | {"qkv_bias": True, "qk_norm": False, "rope_scaling": None},
-    names=NAMES | QKV_BIASES,
     keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu"},
     absent=_UNTIED,
@@ -221,7 +211,6 @@ QWEN3 = replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     flags=LLAMA_LIKE | {"rope_scaling": None},
-    names=NAMES | QK_NORMS,
     fixed={"hidden_act": "silu", "attention_bias": False},
 )
 QWEN3_MOE = replace(
@@ -230,7 +219,7 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     flags=QWEN3.flags | {"pattern": ("global",), "window": None},
-    names=QWEN3.names | {"router": "mlp.gate.weight"} | PER_EXPERT,
+    names=NAMES | PER_EXPERT,
     keys=KEYS | EXPERT_KEYS | {"experts.normalised": "norm_topk_prob"},
     # All layers have experts.
     fixed=QWEN3.fixed
@@ -244,7 +233,6 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     flags=but(QWEN3.flags, "rope_share", "norm_plus_one") | {"attn_gate": True},
-    names=NAMES | QK_NORMS | DELTA,
     keys=KEYS | DELTA_KEYS,
     fixed=QWEN3.fixed | {"attn_output_gate": True},
     absent=_UNTIED
@@ -269,13 +257,6 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    names=QWEN3_5.names
-    | {"router": "mlp.gate.weight", "shared_open": "mlp.shared_expert_gate.weight"}
-    | {
-        f"shared_{name}": f"mlp.shared_expert.{name}_proj.weight"
-        for name in ("gate", "up", "down")
-    }
-    | FUSED_EXPERTS,
     # There is no dense feed-forward, whose width would be another key.
     keys=QWEN3_5.keys
     | EXPERT_KEYS
@@ -291,11 +272,8 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     flags=QWEN2.flags | {"out_bias": True, "attn_sinks": True},
-    names=QWEN2.names
-    | FUSED_EXPERTS
+    names=NAMES
     | {
-        "o_bias": "self_attn.o_proj.bias",
-        "sinks": "self_attn.sinks",
         "router": "mlp.router.weight",
         "router_bias": "mlp.router.bias",
         "expert_gate_bias": "mlp.experts.gate_up_proj_bias",
@@ -322,7 +300,6 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     flags=LLAMA_LIKE | {"qk_norm": False, "pattern": ("global",), "window": None},
-    names=NAMES,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     absent=_UNTIED,
     has_windows=False,
@@ -372,7 +349,7 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     flags=MISTRAL.flags
     | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
-    names=NAMES | POST_NORMS | QK_NORMS,
+    names=NAMES | POST_NORMS,
     fixed=QWEN3.fixed,
     absent=_UNTIED | {"rope_theta": 500_000.0, "sliding_window": 4096},
     kinds=every_nth(4, *NTH_GLOBAL),

@@ -4,7 +4,8 @@ kinds of its layers. models/families.py has the families."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import GenericAlias, UnionType
+from typing import Any, get_args, get_origin
 
 from tunix_lite.basics.plain_text import shown
 
@@ -15,24 +16,41 @@ ROTATIONS = {1: "global", 0: "unrotated"}
 HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
 LENGTH = "original_max_position_embeddings"
 MOST = "max_position_embeddings"
-# Field of Yarn -> key of a rope object of config.json.
-YARN_KEYS = {
-    "factor": "factor",
-    "original_positions": LENGTH,
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "amplitude": "attention_factor",
-    "query_growth": "llama_4_scaling_beta",
-    "truncate": "truncate",
+# rope_type -> the field of Architecture that it fills, and the keys of a rope object by its fields.
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
+ROPES = {
+    "linear": ("rope_scaling", {"factor": "factor"}),
+    "llama3": (
+        "rope_scaling",
+        dict(zip(_LLAMA3_FIELDS, _LLAMA3_FIELDS)) | {"original_positions": LENGTH},
+    ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": "factor",
+            "original_positions": LENGTH,
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "amplitude": "attention_factor",
+            "query_growth": "llama_4_scaling_beta",
+            "truncate": "truncate",
+        },
+    ),
+    "longrope": (
+        "longrope",
+        {
+            "short_factors": "short_factor",
+            "long_factors": "long_factor",
+            "original_positions": LENGTH,
+            "long_positions": MOST,
+            "amplitude": "attention_factor",
+        },
+    ),
 }
 # Field that a message of Architecture, or of what it holds, names -> key of a rope object.
-ROPE_KEYS = {field: key for field, key in YARN_KEYS.items() if field != key} | {
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-    "long_positions": MOST,
-    "rope_theta_global": "rope_theta",
-    "rope_theta_local": "rope_theta",
-}
+ROPE_KEYS = {
+    field: key for _, keys in ROPES.values() for field, key in keys.items() if field != key
+} | {"rope_theta_global": "rope_theta", "rope_theta_local": "rope_theta"}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -58,20 +76,30 @@ TOP_NAMES = {
 }
 # End of a class of transformers -> Architecture.output.
 SCORERS = {"ForSequenceClassification": "score", "ForTokenClassification": "biased_score"}
-# Within model.layers.<i>.
+# A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
+PER_EXPERT = {
+    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
+}
+FUSED_EXPERTS = {
+    "expert_gate": "mlp.experts.gate_up_proj",
+    "expert_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
+# Within model.layers.<i>., as most families have them.
 NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
     "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-QK_NORMS = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
-DELTA = {  # of layers whose kind is delta
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "sinks": "self_attn.sinks",
+    # of layers whose kind is delta
     "delta/qkv": "linear_attn.in_proj_qkv.weight",
     "delta/z": "linear_attn.in_proj_z.weight",
     "delta/b": "linear_attn.in_proj_b.weight",
@@ -81,6 +109,27 @@ DELTA = {  # of layers whose kind is delta
     "delta/step_bias": "linear_attn.dt_bias",
     "delta/norm": "linear_attn.norm.weight",
     "delta/o": "linear_attn.out_proj.weight",
+    # the feed-forward, or its experts
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    **FUSED_EXPERTS,
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_open": "mlp.shared_expert_gate.weight",
+    # the layer's own input of each token
+    "per_layer_gate": "per_layer_input_gate.weight",
+    "per_layer_out": "per_layer_projection.weight",
+    "per_layer_norm": "post_per_layer_input_norm.weight",
+    "layer_scalar": "layer_scalar",
+}
+POST_NORMS = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
 DELTA_KEYS = {
     "delta.num_key_heads": "linear_num_key_heads",
@@ -94,30 +143,17 @@ EXPERT_KEYS = {
     "experts.per_token": "num_experts_per_tok",
     "experts.mlp_dim": "moe_intermediate_size",
 }
-# A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
-PER_EXPERT = {
-    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
-}
-FUSED_EXPERTS = {
-    "expert_gate": "mlp.experts.gate_up_proj",
-    "expert_up": "mlp.experts.gate_up_proj",
-    "expert_down": "mlp.experts.down_proj",
-}
-QKV_BIASES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
-POST_NORMS = {
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-PER_LAYER = {
-    "per_layer_gate": "per_layer_input_gate.weight",
-    "per_layer_out": "per_layer_projection.weight",
-    "per_layer_norm": "post_per_layer_input_norm.weight",
-}
 
 
-def as_number(value: object, key: str, kind: type) -> Any:
-    """The value as an int, a finite float or a bool. Raises ValueError, naming the key."""
+def as_number(value: object, key: str, kind: type | UnionType | GenericAlias) -> Any:
+    """The value as an int, a finite float or a bool, as None where its type says so, or as a tuple
+    of such. Raises ValueError, naming the key."""
+    if parts := get_args(kind):
+        if get_origin(kind) is not tuple:
+            return None if value is None else as_number(value, key, parts[0])
+        if not isinstance(value, list):
+            raise ValueError(f"{key}={shown(value)}; it is a list of numbers")
+        return tuple(as_number(one, key, parts[0]) for one in value)
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
     # A larger one may be beyond every float.
@@ -260,7 +296,7 @@ class Family:
     # config.json may say otherwise
     flags: dict[str, Any]
     # our name of a layer's weight -> the tensor's, within model.layers.<i>.; some may have no use
-    names: dict[str, str]
+    names: dict[str, str] = field(default_factory=lambda: NAMES)
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
     # key -> the value that it must have if config.json has it
     fixed: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import numpy as np
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.untrusted import read_object
 from tunix_lite.models.architecture import RopeScaling
+from tunix_lite.models.family import ROPES
 from tunix_lite.models.gguf_file import GgufFile, is_gguf, open_gguf
 
 # general.architecture -> model_type of a config.json
@@ -146,15 +147,9 @@ def _rope_scaling(file: GgufFile, name: str, head_dim: int, theta: float) -> dic
             if np.allclose(
                 divisors, rope_divisors(scaling, theta, head_dim), rtol=1e-5, atol=0
             ):
-                return {
-                    "rope_scaling": {
-                        "rope_type": "llama3",
-                        "factor": scaling.factor,
-                        "low_freq_factor": scaling.low_freq_factor,
-                        "high_freq_factor": scaling.high_freq_factor,
-                        "original_max_position_embeddings": scaling.original_positions,
-                    }
-                }
+                keys = ROPES["llama3"][1].items()
+                rope = {key: getattr(scaling, name) for name, key in keys}
+                return {"rope_scaling": {"rope_type": "llama3"} | rope}
     raise ValueError(
         f"{file.path}: the tensor {ROPE_DIVISORS} is not that of Llama 3.1 to 3.3, and others are "
         "not supported"

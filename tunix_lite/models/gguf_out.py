@@ -3,7 +3,8 @@ alone (convert_lora_to_gguf.py, src/llama-adapter.cpp in llama.cpp)."""
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,61 +56,80 @@ def save_gguf(
     know, and for rows that q8_0 cannot divide into blocks."""
     gguf = import_gguf(file)
     file_type, dtype = TYPES[kind]
-    writer = _writer(file, family)
     metadata = {"general.type": "model", "general.name": name, "general.file_type": file_type}
     if kind == "q8_0":
         metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     metadata |= _config(cfg, family) | _tokenizer(tokenizer, cfg.vocab_size)
+    names = gguf_names(family, cfg.num_layers)
+    made = hf.tensors_of(params, cfg, family)
+
+    def tensor(hf_name: str) -> np.ndarray:
+        has_rows = len(shapes[hf_name]) > 1
+        value = made(hf_name, dtype if has_rows else "F32")
+        if has_turned_rows(family, names[hf_name]):
+            value = rows_of_pairs(value, cfg.head_dim)
+        if has_plus_one(family, names[hf_name]):
+            value = value + np.float32(1)
+        if kind == "q8_0" and has_rows:
+            value = gguf.quantize(value, gguf.GGMLQuantizationType.Q8_0)
+        return value
+
+    tensors = {}
+    if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is not None:
+        scaling, theta = cfg.rope_scaling, cfg.rope_theta_global
+        divisors = gguf_metadata.rope_divisors(scaling, theta, cfg.head_dim)
+        tensors[gguf_metadata.ROPE_DIVISORS] = (divisors.shape, "F32", lambda: divisors)
+    shapes = hf.hf_shapes(cfg, family)
+    for hf_name, shape in shapes.items():
+        # As convert_hf_to_gguf.py has it, tensors of one dim stay in float32.
+        own = kind.upper() if len(shape) > 1 else "F32"
+        tensors[names[hf_name]] = (shape, own, partial(tensor, hf_name))
+    _write(file, family, metadata, tensors, on_bytes)
+
+
+def _write(
+    file: Path,
+    family: Family,
+    metadata: dict[str, Any],
+    tensors: dict[str, tuple[tuple[int, ...], str, Callable[[], np.ndarray]]],
+    on_bytes: hf.OnBytes | None = None,
+) -> None:
+    """Writes a file. tensors: by name, the shape, the type and what makes it. Raises ValueError for
+    a family that llama.cpp does not know."""
+    gguf = import_gguf(file)
+    if family.name not in gguf_metadata.MODEL_TYPES:
+        raise ValueError(
+            f"the family {family.name} has no GGUF format here; those that have one are "
+            f"{', '.join(gguf_metadata.MODEL_TYPES)}"
+        )
+    writer = gguf.GGUFWriter(file, family.name)
     add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
     add |= {str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
         add[type(value)](key, value)
 
     # The header names all tensors before the first one is made.
-    shapes = hf.in_order(cfg, family)
-    names = gguf_names(family, cfg.num_layers)
-    divisors = None
-    if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is not None:
-        scaling, theta = cfg.rope_scaling, cfg.rope_theta_global
-        divisors = gguf_metadata.rope_divisors(scaling, theta, cfg.head_dim)
-        shape = divisors.shape
-        writer.add_tensor_info(
-            gguf_metadata.ROPE_DIVISORS, shape, divisors.dtype, divisors.nbytes
-        )
     num_bytes = {}
-    for hf_name, shape in shapes.items():
-        # As convert_hf_to_gguf.py has it, tensors of one dim stay in float32.
-        own = gguf.GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
+    for name, (shape, kind, _) in tensors.items():
+        own = gguf.GGMLQuantizationType[kind]
         block, _ = gguf.GGML_QUANT_SIZES[own]
         if shape[-1] % block:
             raise ValueError(
-                f"type={kind}: the rows of {names[hf_name]} have {shape[-1]} numbers, which blocks "
+                f"type={kind.lower()}: the rows of {name} have {shape[-1]} numbers, which blocks "
                 f"of {block} do not divide; give type=f16"
             )
         in_bytes = gguf.quant_shape_to_byte_shape(shape, own)
-        num_bytes[hf_name] = int(np.prod(in_bytes))
-        writer.add_tensor_info(
-            names[hf_name], in_bytes, np.dtype(np.uint8), num_bytes[hf_name], own
-        )
+        num_bytes[name] = int(np.prod(in_bytes))
+        writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), num_bytes[name], own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if divisors is not None:
-        writer.write_tensor_data(divisors)
 
     # one tensor at a time: the whole model in float32 would not fit beside itself
-    tensor = hf.tensors_of(params, cfg, family)
     num_written = 0
-    for hf_name, shape in shapes.items():
-        value = tensor(hf_name, dtype if len(shape) > 1 else "F32")
-        if has_turned_rows(family, names[hf_name]):
-            value = rows_of_pairs(value, cfg.head_dim)
-        if has_plus_one(family, names[hf_name]):
-            value = value + np.float32(1)
-        if kind == "q8_0" and len(shape) > 1:
-            value = gguf.quantize(value, gguf.GGMLQuantizationType.Q8_0)
-        writer.write_tensor_data(np.ascontiguousarray(value).view(np.uint8))
-        num_written += num_bytes[hf_name]
+    for name, (_, _, make) in tensors.items():
+        writer.write_tensor_data(np.ascontiguousarray(make()).view(np.uint8))
+        num_written += num_bytes[name]
         if on_bytes is not None:
             on_bytes(num_written, sum(num_bytes.values()))
     writer.close()
@@ -125,22 +145,14 @@ def save_gguf_adapter(
 ) -> None:
     """Writes adapters in float32. tensors: as peft.to_tensors returns them. name: of the base.
     Raises ValueError for a family that llama.cpp does not know."""
-    writer = _writer(file, family)
     metadata = {"general.type": "adapter", "general.name": name, "adapter.type": "lora"}
-    for key, value in metadata.items():
-        writer.add_string(key, value)
     # llama.cpp divides it by the rank, as PEFT does
-    writer.add_float32("adapter.lora.alpha", alpha)
+    metadata["adapter.lora.alpha"] = float(alpha)
+    values = {}
     for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
-        value = tensors[own]
-        writer.add_tensor(
-            name,
-            np.ascontiguousarray(rows_of_pairs(value, cfg.head_dim) if is_turned else value),
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        value = rows_of_pairs(tensors[own], cfg.head_dim) if is_turned else tensors[own]
+        values[name] = (value.shape, "F32", lambda value=value: value)
+    _write(file, family, metadata, values)
 
 
 def read_gguf_adapter(
@@ -169,16 +181,6 @@ def _adapter_names(
         is_turned = side == "b" and has_turned_rows(family, of_base)
         made[own] = f"{of_base}.lora_{side}", is_turned
     return made
-
-
-def _writer(file: Path, family: Family) -> Any:
-    """A writer of the gguf package. Raises ValueError for a family that llama.cpp does not know."""
-    if family.name not in gguf_metadata.MODEL_TYPES:
-        raise ValueError(
-            f"the family {family.name} has no GGUF format here; those that have one are "
-            f"{', '.join(gguf_metadata.MODEL_TYPES)}"
-        )
-    return import_gguf(file).GGUFWriter(file, family.name)
 
 
 def _config(cfg: Architecture, family: Family) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,7 @@ from tunix_lite.models.weights import (
     Weight,
     dense,
     flatten,
-    is_quantized,
-    is_weight,
+    num_params,
     shardings,
     unstacked,
 )
@@ -101,7 +99,7 @@ class Tensors:
                     f"{folder}: the index names {escaped(file)}, which is not there"
                 )
             for name, (shape, dtype) in header(folder / file).items():
-                plain = _without_prefix(name, family)
+                plain = without_prefix(name, family)
                 if plain in self._entries:
                     other = self._entries[plain].file.name
                     raise ValueError(f"{folder}: {escaped(name)} is in {other} and in {file}")
@@ -211,7 +209,7 @@ def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise ValueError(f"{file} is damaged or cut short ({escaped(str(error))})") from error
 
 
-def _without_prefix(name: str, family: Family | None) -> str | None:
+def without_prefix(name: str, family: Family | None) -> str | None:
     """The name that a text model would have; None for tensors of other parts of the model."""
     if family is None:
         return name
@@ -220,11 +218,7 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
     for prefix in family.prefixes:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    return (
-        name.removeprefix("language_model.")
-        if name == "language_model.lm_head.weight"
-        else name
-    )
+    return "lm_head.weight" if name == "language_model.lm_head.weight" else name
 
 
 # ---- names and layouts
@@ -318,9 +312,18 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
 
 
 def hf_shapes(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, by its name on disk."""
+    """The shape of every tensor of the model, by its name on disk: the embedding, the layers by
+    number, the rest."""
+
+    def place(tensor: tuple[str, list[TensorPart]]) -> tuple[int, int]:
+        parts = tensor[0].split(".")
+        # by number: as text, layer 10 would stand before layer 2
+        if parts[1] == "layers":
+            return 1, int(parts[2])
+        return (0 if "embed" in tensor[0] else 2), 0
+
     shapes = {}
-    for name, parts in hf_parts(cfg, family).items():
+    for name, parts in sorted(hf_parts(cfg, family).items(), key=place):
         shape = (parts[-1].rows.stop, *hf_shape(parts[0].weight)[1:])
         if count := parts[0].experts:
             shape = (count, *(shape[::-1] if family.by_turns else shape))
@@ -363,26 +366,24 @@ def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
     """The values of one layer's weight, given the tensor on disk."""
     # The same code reads a tensor that is in memory.
-    held = SimpleNamespace(read=lambda _, index: tensor[index])
-    return _read_slice(held, "", weight, (slice(None),) * len(weight.shape))
+    return _read_slice(tensor.__getitem__, weight, (slice(None),) * len(weight.shape))
 
 
 def _read_slice(
-    tensors: Tensors | GgufTensors,
-    name: str,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
     weight: Weight,
     index: tuple[slice, ...],
     first_row: int = 0,
 ) -> np.ndarray:
-    """weight[index], of which only the first dim of inputs and of outputs may be divided.
-    first_row: of the tensor, where the weight begins there."""
+    """weight[index], of which only the first dim of inputs and of outputs may be divided. read: a
+    part of its tensor. first_row: where the weight begins there."""
     if weight.parts:
         heads, dim = weight.inputs, weight.inputs + 1
         pieces = []
         for width in weight.parts:
             shape = (*weight.shape[:dim], width, *weight.shape[dim + 1 :])
             one = replace(weight, shape=shape, parts=())
-            pieces.append(_read_slice(tensors, name, one, index, first_row))
+            pieces.append(_read_slice(read, one, index, first_row))
             first_row += weight.shape[heads] * width
         return np.concatenate(pieces, axis=dim)
     # each device asks for its own part, so that none is read that is not needed
@@ -399,33 +400,34 @@ def _read_slice(
     if weight.inputs:
         outputs = flat_slice(weight.inputs, num_dims, first_row)
         inputs = flat_slice(0, weight.inputs)
-        return tensors.read(name, (outputs, inputs)).T.reshape(shape)
+        return read((outputs, inputs)).T.reshape(shape)
     if weight.axes[-1] == "taps":
         index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
     elif _is_score(weight):
         index = (slice(None), flat_slice(0, 1))
     elif weight.axes[0] != "vocab":
         index = (flat_slice(0, num_dims),)
-    return tensors.read(name, index).reshape(shape)
+    return read(index).reshape(shape)
 
 
 def _read_part(
     tensors: Tensors | GgufTensors, part: TensorPart, index: tuple[slice, ...]
 ) -> np.ndarray:
     """part.weight[index], out of its tensor."""
+    whole = partial(tensors.read, part.name)
     first, step = part.rows.start, part.rows.step or 1
     if not part.experts:
-        return _read_slice(tensors, part.name, part.weight, index, first)
+        return _read_slice(whole, part.weight, index, first)
 
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
         dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
-        one = tensors.read(name, (slice(part.expert, part.expert + 1), *dims))[0]
+        one = whole((slice(part.expert, part.expert + 1), *dims))[0]
         return (one.T if part.by_turns else one)[::step]
 
-    return _read_slice(SimpleNamespace(read=read), part.name, part.weight, index)
+    return _read_slice(read, part.weight, index)
 
 
 # ---- in
@@ -524,11 +526,10 @@ def load_params(
     if cfg.tied and TOP_NAMES["head"] in tensors:
         _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
     plain = flatten(decoder.weights(cfg))
-    by_name = hf_parts(cfg, family)
-    num_bytes = {name: tensors.num_bytes(name) for name in by_name if name in tensors}
     parts_of: dict[str, list[TensorPart]] = {path: [] for path in plain}
-    for part in itertools.chain(*by_name.values()):
+    for part in itertools.chain(*hf_parts(cfg, family).values()):
         parts_of[part.path].append(part)
+    num_bytes = sum(tensors.num_bytes(name) for name in tensors)
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -541,11 +542,7 @@ def load_params(
         if weight.is_stacked:
             # jnp.zeros(device=...) would make them on one device and copy them to the others, by
             # way of temporaries as large
-            def make(leaf: Leaf = leaf) -> Leaf:
-                return jax.tree.map(
-                    lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight
-                )
-
+            make = partial(jax.tree.map, lambda w: jnp.zeros(w.shape, w.dtype), leaf)
             stack = jax.jit(make, out_shardings=shardings(leaf))()
         parts = parts_of[path]
         # of each layer, one or those of its experts
@@ -557,17 +554,14 @@ def load_params(
                 _piece(tensors, parts[i : i + count], unstacked(weight)),
                 jnp.int32(i // count),
                 leaf,
-                unstacked(weight).num_counted + weight.inputs,
                 to,
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            # A tensor of several weights counts once.
-            if parts[i].rows.start == 0:
-                names = {part.name for part in parts[i : i + count]}
-                num_read += sum(num_bytes[name] for name in names)
+            num_read += math.prod(unstacked(weight).shape)
             if on_bytes is not None:
-                on_bytes(num_read, sum(num_bytes.values()))
+                # a weight has the share of its elements in the bytes of all
+                on_bytes(num_bytes * num_read // num_params(plain), num_bytes)
         loaded[path] = stack
     return traverse_util.unflatten_dict(loaded, sep="/")
 
@@ -612,18 +606,16 @@ def _check_copy(tensors: Tensors | GgufTensors, name: str, other: str) -> None:
             )
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _write(
     stack: Leaf | None,
     piece: jax.Array,
     layer: jax.Array,
     leaf: Leaf,
-    inputs: int,
     to: tuple[NamedSharding, ...],
 ) -> Leaf:
     """`stack` with a piece in one of its layers, written in place as `leaf` of the table says."""
-    one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
-    value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
+    value = quantize(piece, jax.tree.map(unstacked, leaf))
     if stack is not None:
         # x.at[layer].set(v) is a scatter, of which XLA's CPU backend, in bfloat16, makes a copy of
         # all layers for each.
@@ -652,7 +644,7 @@ def save_params(
 
     dtype: BF16, F16 or F32, or a dict of them by tensor name. on_bytes: is called after each file.
     """
-    shapes = in_order(cfg, family)
+    shapes = hf_shapes(cfg, family)
     types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in shapes}
     tensor = tensors_of(params, cfg, family)
     sizes = {
@@ -662,20 +654,6 @@ def save_params(
     write_shards(
         Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
     )
-
-
-def in_order(cfg: Architecture, family: Family) -> dict[str, tuple[int, ...]]:
-    """`hf_shapes` as readers expect them: the embedding, the layers by number, the rest."""
-
-    def place(name: str) -> tuple[int, int]:
-        parts = name.split(".")
-        # by number: as text, layer 10 would stand before layer 2
-        if parts[1] == "layers":
-            return 1, int(parts[2])
-        return (0 if "embed" in name else 2), 0
-
-    shapes = hf_shapes(cfg, family)
-    return {name: shapes[name] for name in sorted(shapes, key=place)}
 
 
 def tensors_of(
@@ -704,19 +682,16 @@ def write_shards(
     folder: Path,
     sizes: dict[str, int],
     tensor: Callable[[str], np.ndarray],
-    shard_bytes: int | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Writes tensor(name) of each name into files of up to `shard_bytes` (None: 5 GB), with an
-    index if there are several. sizes: bytes by name, in the order to write."""
-    limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
-
+    """Writes tensor(name) of each name into files of up to 5 GB, with an index if there are
+    several. sizes: bytes by name, in the order to write."""
     # Which tensors go into which file.
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
         # a tensor larger than the limit has a file of its own
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and filled + size > _SHARD_BYTES:
             shards.append([])
             filled = 0
         shards[-1].append(name)
@@ -743,13 +718,11 @@ def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     """The dtype of each tensor of `folder`, which `save_params` takes to write the same."""
     tensors = open_tensors(folder, family)
     dtypes = {name: tensors.dtype(name) for name in tensors}
-    if as_stored(family, tensors).names == family.names:
-        return dtypes
-    # each expert has a tensor there, and is written into that of its layer
-    in_one = {one.replace("*", "0"): FUSED_EXPERTS[name] for name, one in PER_EXPERT.items()}
-    for name in [name for name in dtypes if name.endswith(tuple(in_one))]:
-        layer, expert = name.split(".mlp.")
-        dtypes[f"{layer}.{in_one[f'mlp.{expert}']}"] = dtypes[name]
+    # where each expert has a tensor there, it is written into that of its layer
+    one = {PER_EXPERT[name].replace("*", "0"): whole for name, whole in FUSED_EXPERTS.items()}
+    for name in [name for name in dtypes if ".experts.0." in name]:
+        layer, _, expert = name.partition("mlp.")
+        dtypes[f"{layer}{one[f'mlp.{expert}']}"] = dtypes[name]
     return dtypes
 
 

@@ -3,6 +3,7 @@ out."""
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.family import FUSED_EXPERTS, PER_EXPERT, Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.weights import adapter_pair, flatten
+from tunix_lite.models.weights import Weight, adapter_pair, flatten
 from tunix_lite.parallel.mesh import put
 
 # Wider than any matrix that an adapter is for.
@@ -74,11 +75,6 @@ def read_adapter_config(
     family = _as_peft(family)
     entries = _by_own_names(header, family, folder)
 
-    # The settings may repeat what the folder says, but not contradict it.
-    if lora.rank not in (0, rank):
-        raise ValueError(
-            f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
-        )
     # What has adapters is what the tensors say: target_modules may be expressions.
     present = {module_of(name) for name in entries}
     paths = []
@@ -104,7 +100,8 @@ def read_adapter_config(
         targets = f".*/({'|'.join(sorted(set().union(*names.values())))})"
         if set(paths) != {path for path in table if re.fullmatch(targets, path)}:
             targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
-    for name, own in (("alpha", alpha), ("targets", targets)):
+    # The settings may repeat what the folder says, but not contradict it.
+    for name, own in (("rank", rank), ("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
             raise ValueError(
@@ -113,11 +110,7 @@ def read_adapter_config(
             )
 
     own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
-    wanted = {}
-    for name, parts in _adapted(cfg, family, own_lora)[0].items():
-        all_ranks = rank * max(1, parts[0].experts)
-        wanted[_side(name, "a")] = all_ranks, hf.hf_shape(parts[0].weight)[1]
-        wanted[_side(name, "b")] = parts[-1].rows.stop, all_ranks
+    wanted = _shapes(_adapted(cfg, family, own_lora)[0], rank)
     if problems := hf.misfits(wanted, entries):
         raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
     return own_lora
@@ -179,25 +172,14 @@ def from_tensors(
     """The adapters of these tensors, which have the names of `to_tensors`, in float32 on the
     current mesh."""
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    # by path, and by place in the leaf
-    values: dict[str, dict[tuple[int, ...], np.ndarray]] = {path: {} for path in pairs}
-    for name, parts in _adapted(cfg, family, lora)[0].items():
-        both = (np.asarray(tensors[_side(name, side)], np.float32) for side in "ab")
-        a_ERI, b_ORE = _of_experts(*both, parts[0].experts)
-        # weights in one tensor share its inputs, and so its `a`; of `b` each has its own rows
-        for part in parts:
-            if f"{part.path}/a" not in pairs:
-                continue
-            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
-            value_a = hf.from_hf(a_ERI[part.expert], weight_a)
-            value_b = hf.from_hf(b_ORE[part.rows, :, part.expert], weight_b)
-            values[f"{part.path}/a"][part.place] = value_a
-            values[f"{part.path}/b"][part.place] = value_b
-    loaded = {}
-    for path, weight in pairs.items():
-        # parts come layer by layer, and there expert by expert
-        value = np.stack(list(values[path].values())).reshape(weight.shape)
-        loaded[path] = put(value, *weight.axes)
+    # of layers in their order, and there of experts
+    values: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
+    for path, _, tensor, weight in _sides(tensors, cfg, family, lora):
+        values[path].append(hf.from_hf(tensor.astype(np.float32), weight))
+    loaded = {
+        path: put(np.stack(values[path]).reshape(weight.shape), *weight.axes)
+        for path, weight in pairs.items()
+    }
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
@@ -211,26 +193,11 @@ def to_tensors(
     [R, inputs], lora_B [outputs, R]. Where a tensor has E experts, they are [E * R, inputs] and
     [outputs, R * E]: PEFT counts the expert first in A, and last in B."""
     values = {path: np.asarray(x, np.float32) for path, x in flatten(adapters).items()}
-    adapted, rank = _adapted(cfg, family, lora)
-    tensors = {}
-    for name, parts in adapted.items():
-        # zeros where a weight has no adapter: they add nothing
-        all_ranks = rank * max(1, parts[0].experts)
-        a = np.zeros((all_ranks, hf.hf_shape(parts[0].weight)[1]), np.float32)
-        b = np.zeros((parts[-1].rows.stop, all_ranks), np.float32)
-        a_ERI, b_ORE = _of_experts(a, b, parts[0].experts)
-        own = [part for part in parts if f"{part.path}/a" in values]
-        paths = list(dict.fromkeys(part.path for part in own))
-        for part in own:
-            first = paths.index(part.path) * lora.rank
-            columns = slice(first, first + lora.rank)
-            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
-            value_a = values[f"{part.path}/a"][part.place]
-            value_b = values[f"{part.path}/b"][part.place]
-            a_ERI[part.expert, columns] = hf.to_hf(value_a, weight_a)
-            b_ORE[part.rows, columns, part.expert] = hf.to_hf(value_b, weight_b)
-        tensors[_side(name, "a")] = a
-        tensors[_side(name, "b")] = b
+    # zeros where a weight has no adapter: they add nothing
+    shapes = _shapes(*_adapted(cfg, family, lora))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for path, place, tensor, weight in _sides(tensors, cfg, family, lora):
+        tensor[...] = hf.to_hf(values[path][place], weight)
     return tensors
 
 
@@ -312,10 +279,37 @@ def _as_peft(family: Family) -> Family:
     return family
 
 
-def _of_experts(a: np.ndarray, b: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
-    """The views [E, R, inputs] and [outputs, R, E] of both sides; E is 1 where there are none."""
-    num = max(1, num)
-    return a.reshape(num, -1, a.shape[1]), b.reshape(len(b), -1, num)
+def _shapes(adapted: dict[str, list[hf.TensorPart]], rank: int) -> dict[str, tuple[int, int]]:
+    """The shapes of adapters of this rank, by the names of `_side`."""
+    shapes = {}
+    for name, parts in adapted.items():
+        all_ranks = rank * max(1, parts[0].experts)
+        shapes[_side(name, "a")] = all_ranks, hf.hf_shape(parts[0].weight)[1]
+        shapes[_side(name, "b")] = parts[-1].rows.stop, all_ranks
+    return shapes
+
+
+def _sides(
+    tensors: dict[str, np.ndarray], cfg: Architecture, family: Family, lora: LoraConfig
+) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, Weight]]:
+    """Yields of each side of an adapter, layer by layer and expert by expert, its path, its place
+    there, the view of its tensor, and its declaration."""
+    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
+    for name, parts in _adapted(cfg, family, lora)[0].items():
+        a, b = (tensors[_side(name, side)] for side in "ab")
+        a_ERI = a.reshape(max(1, parts[0].experts), -1, a.shape[1])
+        b_ORE = b.reshape(len(b), -1, len(a_ERI))
+        own = [part for part in parts if f"{part.path}/a" in pairs]
+        paths = list(dict.fromkeys(part.path for part in own))
+        for part in own:
+            # Weights in one tensor share its inputs. As we write them, each has its own ranks; in
+            # other files they share `a`.
+            first = paths.index(part.path) * lora.rank % a_ERI.shape[1]
+            ranks = slice(first, first + lora.rank)
+            weight_a, weight_b = adapter_pair(part.weight, lora.rank)
+            view_b = b_ORE[part.rows, ranks, part.expert]
+            yield f"{part.path}/a", part.place, a_ERI[part.expert, ranks], weight_a
+            yield f"{part.path}/b", part.place, view_b, weight_b
 
 
 def _side(name: str, side: str) -> str:
@@ -338,10 +332,8 @@ def _by_own_names(entries: dict[str, Any], family: Family, folder: Path) -> dict
     outer = ".experts.down_proj.lora_" if is_down else ".experts.gate_up_proj.lora_"
     for name, entry in entries.items():
         rest = name.removeprefix(_PREFIX)
-        for prefix in family.prefixes:
-            if rest.startswith(prefix):
-                name = f"{_PREFIX}model.{rest.removeprefix(prefix)}"
-                break
+        # an adapter of another part of the model keeps its name, and is refused by it
+        name = _PREFIX + (hf.without_prefix(rest, family) or rest)
         name = name.replace(".experts.lora_", outer)
         own[name.replace(".experts.base_layer.", ".experts.gate_up_proj.")] = entry
     return own

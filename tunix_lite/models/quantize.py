@@ -19,7 +19,6 @@ from tunix_lite.models.weights import (
     in_blocks,
     init_params,
     is_quantized,
-    is_weight,
     scales_axes,
     shardings,
     unstacked,
@@ -65,7 +64,7 @@ def stored_table(table: Table, storage: str) -> Table:
         pairs = (*w.shape[:-1], w.shape[-1] // 2)
         return Nf4(replace(w, shape=pairs, dtype=jnp.uint8), scales)
 
-    return jax.tree.map(stored, table, is_leaf=is_weight)
+    return jax.tree.map(stored, table)
 
 
 def init_stored(
@@ -78,37 +77,21 @@ def init_stored(
     if storage not in BLOCKS:
         return init_params(wanted, key)
 
-    def pack(
-        value: jax.Array,
-        w: Weight,
-        leaf: Leaf,
-    ) -> Leaf:
-        if not is_quantized(leaf):
-            return value.astype(leaf.dtype)
-        # scales are of one layer's weight, so a stack is packed layer by layer
-        like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
-        one = partial(quantize, like=like, inputs=unstacked(w).num_counted + w.inputs)
-        return jax.vmap(one)(value) if w.is_stacked else one(value)
-
     def packed(params: Params) -> Params:
-        return jax.tree.map(
-            pack,
-            params,
-            table,
-            wanted,
-            is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf),
-        )
+        return jax.tree.map(quantize, params, wanted)
 
     return jax.jit(packed, out_shardings=shardings(wanted))(init_params(table, key))
 
 
-def quantize(
-    values: jax.Array,
-    like: Leaf,
-    inputs: int,
-) -> Leaf:
-    """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`. inputs: with
-    the dim of experts, if there is one."""
+def quantize(values: jax.Array, like: Leaf) -> Leaf:
+    """The values of a weight as the leaf that `stored_table` declares, `like`."""
+    if not is_quantized(like):
+        return values.astype(like.dtype)
+    if like.codes.is_stacked:
+        # layer by layer, as scales are of one
+        one = jax.tree.map(unstacked, like)
+        return jax.vmap(partial(quantize, like=one))(values)
+    inputs = like.codes.num_counted + like.codes.inputs
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)
     largest = jnp.max(jnp.abs(blocks), axis=inputs, keepdims=True)
     # In a block of zeros there is nothing to divide by.

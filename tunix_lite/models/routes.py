@@ -29,8 +29,11 @@ def recorded(ids_LBTk: jax.Array, cfg: Architecture) -> jax.Array:
     return ids_BTLk.reshape(*ids_BTLk.shape[:2], width).astype(dtype)
 
 
-def replayed(routes_BTK: jax.Array, cfg: Architecture) -> jax.Array:
-    """The experts [L, B, T, k] that these routes say, int32; -1 where none are recorded."""
+def replayed(routes_BTK: jax.Array | None, cfg: Architecture) -> jax.Array | None:
+    """The experts [L, B, T, k] that these routes say, int32; -1 where none are recorded. None: none
+    are given."""
+    if routes_BTK is None:
+        return None
     by_layer = routes_BTK.reshape(*routes_BTK.shape[:2], cfg.num_layers, -1)
     ids_LBTk = jnp.moveaxis(by_layer, 2, 0)
     is_recorded = ids_LBTk[..., :1] != ids_LBTk[..., 1:2]

@@ -34,8 +34,6 @@ from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
 
 BUNDLED = Path(__file__).parent / "bundled"
-# storage types of weights that do not train
-_STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
 _SAMPLE = 1 << 16
@@ -107,8 +105,8 @@ class TeacherConfig:
             raise ValueError(
                 "weights=random: a teacher needs trained weights; give its folder"
             )
-        if self.storage not in _STORAGES:
-            raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
+        if self.storage not in STORAGE:
+            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGE)}")
         check_place("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
@@ -296,11 +294,6 @@ def weights_digest(located: FoundModel) -> str:
             f.seek(max(0, size - _SAMPLE))
             digest.update(f.read(_SAMPLE))
     return digest.hexdigest()[:16]
-
-
-def num_adapters(located: FoundModel) -> int:
-    """Parameters in adapters; 0: all weights train."""
-    return 0 if located.lora is None else weights.num_params(weight_tables(located)[1])
 
 
 def check_mesh(located: FoundModel, mesh: MeshSizes) -> None:

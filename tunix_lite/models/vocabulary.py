@@ -3,9 +3,10 @@ w_v) / temperature: logprob = s_token - top - log total, entropy = log total - s
 top). Letters beside B, D and V: M tokens of a row, P parts of the vocabulary, S entries of a block,
 N blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def token_scores(
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
     table_NPSD = table_in_blocks(table_VD, B * M)
-    return TokenScores(*_scores(spec, hidden_BMD, table_NPSD, targets_BM))
+    return TokenScores(*_token_scores(spec, hidden_BMD, table_NPSD, targets_BM))
 
 
 def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> HeadSpec:
@@ -139,58 +140,71 @@ def numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
     return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
 
 
-def pulled_back(
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    trains: tuple | None,
-    cotangent: Callable[[jax.Array, tuple], jax.Array],
-    others: tuple[jax.Array, ...] = (),
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of hidden and table, of what cotangent(products, block) gives for the products
-    of a block, (number, table, *others). trains: None: the table does not train."""
-    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    # By part, so that tp adds up once, behind the loop.
-    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+def with_gradients(
+    forward: Callable[..., tuple[Any, tuple]],
+    slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
+) -> Callable[..., Any]:
+    """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function that gives
+    the results and has gradients of hidden and table. slopes(spec, others, sums, cotangents) ->
+    (function, tables): function(products of a block, (its number, its table, those of `tables`)) is
+    the cotangent of these products."""
 
-    def one_block(
-        total: jax.Array,
-        block: tuple,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        # Block by block: no device ever holds the whole table.
-        used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
-        slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def results(
+        spec: Hashable, hidden_BMD: jax.Array, table_NPSD: jax.Array, *others: jax.Array
+    ) -> Any:
+        return forward(spec, hidden_BMD, constrained(table_NPSD), *others)[0]
 
-        # d hidden adds up over the blocks; d table is that of this block
-        of_hidden = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
-        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
-        if trains is None:
-            return total, None
-        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
-        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+    def with_residuals(
+        spec: Hashable,
+        hidden: CustomVJPPrimal,
+        table: CustomVJPPrimal,
+        *others: CustomVJPPrimal,
+    ) -> tuple[Any, tuple]:
+        arrays = (hidden.value, constrained(table.value), *(x.value for x in others))
+        values, sums = forward(spec, *arrays)
+        # Whether the table trains is a matter of structure, () or None, so that it is known while
+        # tracing.
+        return values, (arrays, sums, () if table.perturbed else None)
 
-    total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *others))
-    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
+    def backward(spec: Hashable, residuals: tuple, cotangents: object) -> tuple:
+        (hidden_BMD, table_NPSD, *others), sums, trains = residuals
+        slope_of, tables = slopes(spec, others, sums, cotangents)
+        wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+        # By part, so that tp adds up once, behind the loop.
+        zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
+        def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+            # Block by block: no device ever holds the whole table.
+            used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
+            slope = slope_of(block_products(hidden_BMD, used_PSD), block)
+            slope = slope.astype(hidden_BMD.dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(
-    spec: HeadSpec,
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    targets_BM: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    results, _ = _forward(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
+            # d hidden adds up over the blocks; d table is that of this block
+            product = partial(jnp.einsum, preferred_element_type=wide)
+            of_hidden = product("bmps,psd->pbmd", slope, used_PSD)
+            total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
+            if trains is None:
+                return total, None
+            of_block = product("bmps,bmd->psd", slope, hidden_BMD)
+            return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+
+        total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *tables))
+        of_hidden = jnp.sum(total, axis=0).astype(hidden_BMD.dtype)
+        return of_hidden, of_table, *[None] * len(others)
+
+    results.defvjp(with_residuals, backward, symbolic_zeros=True)
     return results
 
 
-def _forward(
+def scores_and_totals(
     spec: HeadSpec,
     hidden_BMD: jax.Array,
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """(log-probabilities, entropies, 1 where the target is the likeliest token) and the logsumexp,
-    which the backward pass needs as well."""
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """(log-probabilities, entropies, 1 where the target is the likeliest token); and what the
+    backward pass needs: the logsumexp and the entropies."""
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def one_block(
@@ -232,36 +246,18 @@ def _forward(
     entropy = jnp.log(total) - weighted / total
     # the same numbers in both, so they are equal to the bit
     is_likeliest = (chosen >= highest).astype(logprobs.dtype)
-    return (logprobs, entropy, is_likeliest), jnp.log(total) + highest
+    return (logprobs, entropy, is_likeliest), (jnp.log(total) + highest, entropy)
 
 
-def _forward_with_residuals(
+def _slopes(
     spec: HeadSpec,
-    hidden: CustomVJPPrimal,
-    table: CustomVJPPrimal,
-    targets: CustomVJPPrimal,
-) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    """The forward pass, and what the backward pass needs of it."""
-    arrays = (hidden.value, constrained(table.value), targets.value)
-    results, log_total = _forward(spec, *arrays)
-    _, entropy, _ = results
-    # Whether the table trains is a matter of structure, () or None, so that it is known while
-    # tracing.
-    trains = () if table.perturbed else None
-    return results, (*arrays, log_total, entropy, trains)
-
-
-def _backward(
-    spec: HeadSpec,
-    residuals: tuple,
+    others: list[jax.Array],
+    sums: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array | SymbolicZero, ...],
-) -> tuple[jax.Array, jax.Array | None, None]:
-    """The gradients of hidden and table: d s_v = g (1[v = token] - p_v) - e p_v (log p_v +
-    entropy)."""
-    hidden_BMD, table_NPSD, targets_BM, log_total, entropy, trains = residuals
+) -> tuple[Callable[[jax.Array, tuple], jax.Array], tuple]:
+    """d s_v = g (1[v = token] - p_v) - e p_v (log p_v + entropy)."""
     g, e, _ = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
-    log_total = log_total[..., None, None]
-    entropy = entropy[..., None, None]
+    targets, log_total, entropy = (x[..., None, None] for x in (*others, *sums))
 
     def cotangent(products: jax.Array, block: tuple) -> jax.Array:
         index, block_PSD = block
@@ -272,14 +268,13 @@ def _backward(
         # d logits, by the formula above.
         cotangent = 0.0
         if g is not None:
-            is_target = tokens_PS == targets_BM[..., None, None]
-            cotangent += g * (is_target - jnp.exp(logprobs))
+            cotangent += g * ((tokens_PS == targets) - jnp.exp(logprobs))
         if e is not None:
             weighted = e * jnp.exp(logprobs)
             cotangent -= weighted * jnp.where(tokens_PS >= 0, logprobs + entropy, 0.0)
         return pull(cotangent)[0]
 
-    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
+    return cotangent, ()
 
 
-_scores.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
+_token_scores = with_gradients(scores_and_totals, _slopes)

@@ -83,11 +83,6 @@ class Weight:
         return sum(axis in ("layers", "experts") for axis in self.axes)
 
 
-def is_weight(leaf: object) -> bool:
-    """True if a node of a table is a `Weight`, not a dict of them."""
-    return isinstance(leaf, Weight)
-
-
 def stacked(weight: Weight, count: int) -> Weight:
     """The same weight `count` times, under a leading `layers` axis for scan."""
     return replace(weight, shape=(count, *weight.shape), axes=("layers", *weight.axes))
@@ -405,9 +400,9 @@ def flatten(tree: Table | Params) -> dict[str, Any]:
     )
 
 
-def shardings(table: Table, rules: dict[str, str | None] | None = None) -> Any:
-    """The sharding of each weight of a table on the current mesh. rules: None: the current ones."""
-    return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table, is_leaf=is_weight)
+def shardings(table: Table) -> Any:
+    """The sharding of each weight of a table on the current mesh."""
+    return jax.tree.map(lambda w: sharding(w.axes, w.shape), table)
 
 
 def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
@@ -418,7 +413,7 @@ def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
             w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape)
         )
 
-    return jax.tree.map(shape, table, is_leaf=is_weight)
+    return jax.tree.map(shape, table)
 
 
 def check_divisible(
@@ -428,7 +423,7 @@ def check_divisible(
 ) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
     a dim."""
-    for path, w in jax.tree_util.tree_leaves_with_path(table, is_leaf=is_weight):
+    for path, w in jax.tree_util.tree_leaves_with_path(table):
         try:
             spec(w.axes, w.shape, mesh, rules)
         except ValueError as error:
@@ -438,18 +433,18 @@ def check_divisible(
 
 def num_params(table: Table) -> int:
     """Elements of all weights together."""
-    return sum(int(np.prod(w.shape)) for w in jax.tree.leaves(table, is_leaf=is_weight))
+    return sum(int(np.prod(w.shape)) for w in jax.tree.leaves(table))
 
 
 def num_bytes(table: Table) -> int:
     """Bytes of all weights together, on no mesh."""
-    leaves = jax.tree.leaves(table, is_leaf=is_weight)
+    leaves = jax.tree.leaves(table)
     return sum(int(np.prod(w.shape)) * jnp.dtype(w.dtype).itemsize for w in leaves)
 
 
 def init_params(table: Table, key: jax.Array) -> Params:
     """Random parameters, made on the devices that hold them. The mesh changes no number."""
-    leaves, treedef = jax.tree.flatten(table, is_leaf=is_weight)
+    leaves, treedef = jax.tree.flatten(table)
     keys = jax.random.split(key, len(leaves))
     made = [_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)]
     return treedef.unflatten(made)

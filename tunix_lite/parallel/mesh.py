@@ -391,9 +391,9 @@ def _gradient_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
     return of_weight if current_rules()["batch"] else without(of_weight)
 
 
-def without(divided: P, axis: str = "fsdp") -> P:
-    """The same spec without a division over `axis`."""
-    return P(*(None if entry == axis else entry for entry in divided))
+def without(divided: P) -> P:
+    """The same spec without a division over fsdp."""
+    return P(*(None if entry == "fsdp" else entry for entry in divided))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -417,11 +417,6 @@ def parts_of(logical: str) -> int:
     mesh."""
     axis = current_rules()[logical]
     return 1 if axis is None else axis_size(axis)
-
-
-def gathered_sharding(divided: NamedSharding) -> NamedSharding:
-    """The same sharding without a division over fsdp."""
-    return NamedSharding(divided.mesh, without(divided.spec, "fsdp"))
 
 
 def put(x: ArrayLike, *axes: str) -> jax.Array:

@@ -18,7 +18,7 @@ from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
-from tunix_lite.models.weights import Weight, is_quantized, is_weight
+from tunix_lite.models.weights import Weight, is_quantized
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 from tunix_lite.settings.resolved_parts import optimizer_of
@@ -45,9 +45,7 @@ class MemoryEstimate:
 
         # The optimizer's state, counters left out.
         declared = traverse_util.flatten_dict(table.networks)
-        shapes = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.networks, is_leaf=is_weight
-        )
+        shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.networks)
         layout = state_layout(optimizer_of(resolved), shapes)
         for leaf in jax.tree.leaves(layout):
             if leaf.weight is not None:
@@ -128,7 +126,7 @@ class MemoryEstimate:
         table = resolved.tables
         both = (table.trained, table.frozen)
         total = 0
-        for leaf in jax.tree.leaves(both, is_leaf=lambda x: is_weight(x) or is_quantized(x)):
+        for leaf in jax.tree.leaves(both, is_leaf=is_quantized):
             if is_quantized(leaf):
                 total += size(leaf.codes, leaf.codes.dtype) + size(
                     leaf.scales, leaf.scales.dtype

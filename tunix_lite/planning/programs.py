@@ -17,7 +17,7 @@ from tunix_lite.learner.critic import token_values
 from tunix_lite.learner.policy import on_every_device, scoring_program
 from tunix_lite.models import layer_by_layer
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
-from tunix_lite.parallel.mesh import gathered_sharding, part_of_mesh, sharding, use_rules
+from tunix_lite.parallel.mesh import part_of_mesh, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
@@ -33,7 +33,6 @@ from tunix_lite.settings.resolved_parts import (
     Shapes,
     batch_shapes,
     description_of,
-    placed,
     policy_of,
     scored_batch_shapes,
     train_step_of,
@@ -241,15 +240,10 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         spec = replace(spec, chunk=chunk)
 
     # The weights by layer, whole over fsdp if they are gathered.
-    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
-    by_layer = partial(
-        layer_by_layer.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
-    )
-    shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
-    if resolved.sampling_weights == "gathered":
-        shardings = jax.tree.map(gathered_sharding, shardings)
-    return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
+    gather = resolved.sampling_weights == "gathered"
+    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh, gather)
+    how = (acting, resolved.cfg, resolved.dtype, gather, on_cpu)
+    return Programs(spec), layer_by_layer.per_layer_shapes(*how)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

@@ -23,7 +23,6 @@ from tunix_lite.parallel.mesh import (
     axis_size,
     current_mesh,
     current_platform,
-    gathered_sharding,
 )
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.conversations import (
@@ -360,16 +359,15 @@ def make_prepare(
         leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
-            on_cpu = may_join and layer_by_layer.are_for_cpu(params, dtype, current_mesh())
-            shardings = layer_by_layer.per_layer_shardings(
-                treedef.unflatten(leaves), cfg, on_cpu
+            on_cpu = may_join and layer_by_layer.are_for_cpu(
+                params, dtype, current_mesh(), gather
             )
-            if gather:
-                shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(
-                layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu
+            how = {"cfg": cfg, "dtype": dtype, "on_cpu": on_cpu}
+            shapes = layer_by_layer.per_layer_shapes(params, gather=gather, **how)
+            compiled[place] = jax.jit(
+                partial(layer_by_layer.per_layer_params, **how),
+                out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
             )
-            compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 
     return prepare

@@ -5,8 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -21,7 +19,6 @@ from tunix_lite.parallel.mesh import (
     current_platform,
     current_rules,
     elements_on_device,
-    gathered_sharding,
     use_rules,
 )
 from tunix_lite.rollout import cache as kv_cache
@@ -164,17 +161,11 @@ def weights_that_fit(
 
 def _gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
     """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
-    shapes = jax.eval_shape(
-        partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params
+    shapes = layer_by_layer.per_layer_shapes(params, cfg, dtype, gather=True)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
     )
-    shardings = layer_by_layer.per_layer_shardings(
-        jax.tree.map(lambda x: x.sharding, params), cfg
-    )
-
-    def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
-        return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
 
 def free_bytes() -> int:

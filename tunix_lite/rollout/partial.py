@@ -47,9 +47,8 @@ class OpenCompletion:
     full_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # updates made before each token was drawn
     reason: str | None = None  # one of types.FINISH; None: it has not ended
-    # [P, L * k] of its prompt and [n, L * k] of its tokens: the experts that each took when it was
-    # read first, which every later reading takes, too; None: none are recorded
-    prompt_routes: np.ndarray | None = field(default=None, compare=False)
+    # [P + n, L * k] of its prompt and its tokens: the experts that each took when it was read
+    # first, which every later reading takes, too; None: none are recorded
     routes: np.ndarray | None = field(default=None, compare=False)
 
     @property
@@ -62,6 +61,11 @@ class OpenCompletion:
         """Returns whether it has begun and not ended."""
         return bool(self.tokens) and self.reason is None
 
+    @property
+    def num_read(self) -> int:
+        """Tokens of the prompt, if their routes are recorded; else 0."""
+        return 0 if self.routes is None else len(self.routes) - len(self.tokens)
+
     def as_request(
         self, ids: tuple[int, ...], place: int, limit: int, criteria: StopCriteria
     ) -> Request:
@@ -73,19 +77,16 @@ class OpenCompletion:
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)
         if self.routes is not None:
-            request.routes = [(self.routes, np.s_[:])]
+            request.routes = [(self.routes, np.s_[self.num_read :])]
         return request
 
     def after(self, request: Request, version: int) -> "OpenCompletion":
         """The completion as the request has left it; its new tokens are of this version."""
         new = len(request.tokens) - len(self.tokens)
-        routes = {}
-        if request.routes:
-            routes["prompt_routes"] = joined([request.prompt_routes])
-            routes["routes"] = joined(request.routes)
+        pieces = [request.prompt_routes, *request.routes]
         return replace(
             self,
-            **routes,
+            routes=joined(pieces) if request.routes else self.routes,
             tokens=tuple(request.tokens),
             logprobs=tuple(request.logprobs),
             full_logprobs=tuple(request.full_logprobs),
@@ -151,9 +152,9 @@ class PartialSampler:
         ids = {one.group: tuple(map(int, prompts[one.group])) for one in in_order}
         # A group has one reading of its prompt, also where some of its completions begin later.
         prompt_routes = {
-            one.group: (one.prompt_routes, np.s_[:])
+            one.group: (one.routes, np.s_[: one.num_read])
             for one in completions
-            if one.prompt_routes is not None
+            if one.routes is not None
         }
         requests = []
         for i, one in enumerate(in_order):
@@ -211,8 +212,7 @@ def rollout_of(
         request.logprobs = list(one.logprobs)
         request.full_logprobs = list(one.full_logprobs)
         if one.routes is not None:
-            request.prompt_routes = (one.prompt_routes, np.s_[:])
-            request.routes = [(one.routes, np.s_[:])]
+            request.prompt_routes = (one.routes, np.s_[:])
         request.reason = one.reason
         # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0

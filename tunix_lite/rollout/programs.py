@@ -326,7 +326,7 @@ def prefill(
         attend_fn,
         spec.tp_reduce_dtype,
         sequences=meta,
-        routes_LBTk=_replayed_routes(spec, routes_MTK),
+        routes_LBTk=replayed(routes_MTK, spec.cfg),
     )
 
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
@@ -339,10 +339,6 @@ def prefill(
         lengths=put(prompt_cache.lengths, lengths_M),
     )
     return at_home(filled, "prompts"), _reported_routes(spec, routed)
-
-
-def _replayed_routes(spec: SamplerSpec, routes_BTK: jax.Array | None) -> jax.Array | None:
-    return None if routes_BTK is None else replayed(routes_BTK, spec.cfg)
 
 
 def _reported_routes(spec: SamplerSpec, routed: Routed | None) -> jax.Array | None:
@@ -659,7 +655,7 @@ def append(
         spec.tp_reduce_dtype,
         sequences=attention.AttentionMeta(positions_RW, is_token_RW.astype(jnp.int32)),
         states=cache,
-        routes_LBTk=_replayed_routes(spec, routes_RWK),
+        routes_LBTk=replayed(routes_RWK, spec.cfg),
     )
 
     # The first token of the next turn is drawn from the last of them.
@@ -739,7 +735,8 @@ def attend_to_cache_and_new(
 def longest_chunk(spec: SamplerSpec) -> int:
     """Tokens of a chunk, at most, where a stop text may end a turn within it."""
     # No token can be taken out of a state again.
-    return 1 if decoder.has_states(spec.cfg) else spec.chunk
+    kinds = map(decoder.kind_of_layer, spec.cfg.pattern)
+    return 1 if any(kind.state_shapes is not None for kind in kinds) else spec.chunk
 
 
 def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:

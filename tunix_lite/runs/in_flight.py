@@ -49,13 +49,10 @@ class InFlight:
         for name in _OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
         # of the prompts, which are read again with them, and of the tokens
-        routed = [one for one in self.completions if one.routes is not None]
+        routed = [one.routes for one in self.completions if one.routes is not None]
         if routed:
-            columns["read"] = [
-                0 if one.routes is None else len(one.prompt_routes) for one in self.completions
-            ]
-            both = [x for one in routed for x in (one.prompt_routes, one.routes)]
-            columns["routes"] = np.concatenate(both)
+            columns["read"] = [one.num_read for one in self.completions]
+            columns["routes"] = np.concatenate(routed)
         # an empty list would become float64
         types = dict.fromkeys((*_OF_COMPLETIONS, "read"), np.int32) | _OF_TOKENS
         return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
@@ -89,31 +86,27 @@ class InFlight:
                 generation=int(arrays["generations"][i]),
                 reason=None if reasons[i] < 0 else FINISH[reasons[i]],
                 **{name: tuple(values[name][i].tolist()) for name in _OF_TOKENS},
-                **routes[i],
+                routes=routes[i],
             )
             for i in range(lengths.size)
         ]
         return cls(completions, int(arrays["next_step"]))
 
 
-def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """The fields of routes of each completion; {} where none are recorded. Raises ValueError."""
+def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[np.ndarray | None]:
+    """The routes of each completion; None where none are recorded. Raises ValueError."""
     if not arrays.keys() & _OF_ROUTES:
-        return [{}] * lengths.size
+        return [None] * lengths.size
     read = arrays.get("read", np.zeros(0, int))
     routes = arrays.get("routes", np.zeros(0))
-    sizes = np.zeros(0, int)
-    if read.shape == lengths.shape and read.min(initial=0) >= 0:
-        sizes = np.stack([read, np.where(read > 0, lengths, 0)], axis=-1).reshape(-1)
+    # -1: not of these completions
+    read = read if read.shape == lengths.shape else np.full(lengths.shape, -1)
+    sizes = np.where(read > 0, read + lengths, 0)
     is_right = routes.ndim == 2 and routes.dtype.kind == "u" and len(routes) == sizes.sum()
-    if not is_right or len(sizes) != 2 * lengths.size:
+    if not is_right or read.min(initial=0) < 0:
         raise ValueError("`routes` and `read` are not those of the tokens")
-    pieces = iter(np.split(routes, np.cumsum(sizes)[:-1]))
-    both = zip(read.tolist(), pieces, pieces)
-    return [
-        {"prompt_routes": prompt, "routes": own} if count else {}
-        for count, prompt, own in both
-    ]
+    pieces = np.split(routes, np.cumsum(sizes)[:-1])
+    return [piece if len(piece) else None for piece in pieces]
 
 
 # by name, the type of the arrays [B, T] of a rollout, and of those of its rows

@@ -19,7 +19,8 @@ from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.learner.optim import learning_rates, num_updates
-from tunix_lite.models.source import num_adapters
+from tunix_lite.models.source import weight_tables
+from tunix_lite.models.weights import num_params
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
@@ -150,7 +151,7 @@ class Watch:
         model = session.parts.model
         # the mesh may take only some of the machine
         devices = session.parts.mesh.devices
-        adapters = num_adapters(model)
+        adapters = 0 if model.lora is None else num_params(weight_tables(model)[1])
         peaks = of_device(devices.flat[0])
         critic = resolved.needs.critic
         of_critic = critic is not None and critic.is_own

@@ -354,7 +354,6 @@ class ResolvedRun:
             trained = jax.tree.map(
                 lambda w: w if w.is_exact else replace(w, dtype=STORAGE[storage]),
                 trained_weights(table, self.lora),
-                is_leaf=weights.is_weight,
             )
             frozen = stored_table(table, self.lora.base)
         critic = self.needs.critic
@@ -373,7 +372,7 @@ class ResolvedRun:
         of the declared one; keep_norms: except for the scales of norms, which are float32.
         is_gathered: whole over fsdp."""
         total = 0
-        for w in jax.tree.leaves(table, is_leaf=weights.is_weight):
+        for w in jax.tree.leaves(table):
             storage = w.dtype if dtype is None else dtype
             if keep_norms and w.axes[-1] == "norm":
                 storage = jnp.float32

@@ -39,7 +39,7 @@ def target_scores(
 ) -> TokenScores:
     """The scores of batch.streams["targets"], [R, W] float32, 0 where a row holds nothing."""
     meta = attention.meta_of_rows(batch)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
+    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)[0]
     table_VD = decoder.output_table(params, cfg)
     # A datum says its targets itself: they need not be the next tokens.
     targets_RW = batch.streams["targets"]
