@@ -84,8 +84,6 @@ class Comparer(Protocol):
         """seen: the same completions as the frozen model reads them, after other prompts; None: as
         they are."""
 
-    def compiled(self, batch: RowBatch) -> Any: ...
-
 
 @dataclass(frozen=True)
 class Policy:

@@ -1,8 +1,9 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch, in the update
 and where `collect` asks for log-probabilities: under frozen weights, or under today's."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
-from tunix_lite.parallel.compiling import compiled_once
+from tunix_lite.parallel.compiling import compiled_once, stopwatch
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 # training.mixed_precision -> the dtype of the computation
@@ -40,14 +41,20 @@ class _Rescore:
     compiled: Callable[[Params, RowBatch], jax.stages.Compiled]
     # whether tokens take the experts that the sampler recorded
     replays: bool = False
+    # seconds of its calls are added up, under the name of a metric
+    metric: str = "time/rescore"
+    seconds: Counter = field(default_factory=Counter)
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+        elapsed = stopwatch()
         # Other fields of a batch would only make another program.
         arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
         routes = batch.routes if self.replays else None
         read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
-        return layout.back(self.compiled(params, laid_out)(params, laid_out))
+        scores = layout.back(self.compiled(params, laid_out)(params, laid_out))
+        self.seconds[self.metric] += elapsed()
+        return scores
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ def make_policy(
     reference: Params | None = None,
     rows: RowLayout = ROWS,
     replays: bool = False,
+    seconds: Counter | None = None,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
@@ -131,7 +139,8 @@ def make_policy(
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
     frozen params of the KL term. rows: the layout where `collect` asks for scores. replays: there,
     tokens take the experts that were recorded, as they do in the update; then log-probabilities
-    differ by weights alone. scoring: settings of decoder.forward, such as `remat`.
+    differ by weights alone. seconds: gets those of scoring, by the name of their metric. scoring:
+    settings of decoder.forward, such as `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
@@ -153,8 +162,14 @@ def make_policy(
     if cfg.output != "logits":
         scores = numbers
     # compiled when it is called first, and again for other shapes or types
-    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
-    frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
+    program = compiled_once(scoring_program(scores, rows).lower)
+    rescore = _Rescore(
+        rows, program, replays, seconds=Counter() if seconds is None else seconds
+    )
+    frozen = {}
+    if reference is not None:
+        of_reference = replace(rescore, metric="time/reference")
+        frozen["reference"] = _FrozenScorer(reference, of_reference)
     return Policy(generate, scores, frozen, rescore)
 
 

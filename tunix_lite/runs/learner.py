@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from tunix_lite.algorithms.algorithm import Comparer, Rescorer, Scorer
 from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.types import Batch, Params, RowBatch, TrainState, policy_part
+from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.learner.critic import with_critic
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
@@ -18,7 +17,7 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.parallel.compiling import compiled_together, stopwatch
+from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.rollout import memory
@@ -161,12 +160,11 @@ def build_learner(session: Session) -> Learner:
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
-    policy = policy_of(resolved, sampler, reference, frozen_models)
+    seconds: Counter = Counter()
+    policy = policy_of(resolved, sampler, reference, frozen_models, seconds)
     # between two chunks a rollout can be given up, and the state is whole
     between_chunks = session.stopping.check_between_chunks
-    seconds: Counter = Counter()
     watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
-    watched = _timed(watched, seconds)
     scorers = {}
     for name, settings in run.task.reward_models.items():
         called = f"reward_{name}"
@@ -236,41 +234,3 @@ def _state_at_start(
             style="red",
         )
     return state, skipped
-
-
-# the name of the comparer among the scorers
-TEACHER = "teacher"
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A scorer that adds the seconds of each call to `seconds`, under the name of a metric.
-    Example: _Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
-
-    name: str
-    scorer: Scorer | Comparer | Rescorer
-    seconds: Counter
-
-    def __call__(self, *arguments: Params | Batch) -> np.ndarray | Batch:
-        elapsed = stopwatch()
-        scored = self.scorer(*arguments)
-        self.seconds[self.name] += elapsed()
-        return scored
-
-    def compiled(self, *arguments: Params | RowBatch) -> jax.stages.Compiled:
-        return self.scorer.compiled(*arguments)
-
-
-def _timed(policy: Policy, seconds: Counter) -> Policy:
-    """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-
-    def timed(metric: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
-        return None if scorer is None else _Timed(metric, scorer, seconds)
-
-    return replace(
-        policy,
-        scorers={name: timed(f"time/{name}", x) for name, x in policy.scorers.items()},
-        rescore=timed("time/rescore", policy.rescore),
-        compare=timed(f"time/{TEACHER}", policy.compare),
-        values=timed("time/values", policy.values),
-    )

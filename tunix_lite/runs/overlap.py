@@ -3,7 +3,7 @@ steps, chunks and tokens, never on the clock. A checkpoint holds the completions
 a resumed run learns from what it would have learned from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -245,18 +245,6 @@ class _TaskInHand:
         """Returns None: the environments have answered already."""
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """A whole rollout that waits for its update, with its grades on the way. Example: the batch of
-    step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
-
-    step: int
-    # updates made before it was sampled
-    version: int
-    rollout: Rollout
-    grader: Any
-
-
 class _OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
@@ -278,10 +266,10 @@ class _OneStepOffPolicy:
         self._batches = _BatchesInFlight(session)
         self._seed_key = jax.random.key(run.seed)
         # the rollout that waits for its update, and the one before; None: there is none
-        self._after: _Sampled | None = None
-        self._before: _Sampled | None = None
+        self._after: RolloutInFlight | None = None
+        self._before: RolloutInFlight | None = None
         # samples the rest of the rollout that was begun beside this update
-        self._under_way: Callable[[], _Sampled] | None = None
+        self._under_way: Callable[[], RolloutInFlight] | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
@@ -291,15 +279,12 @@ class _OneStepOffPolicy:
             grader = self._task.grader(self._repeated(start.step), self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
-            self._after = _Sampled(start.step, start.version, start.rollout, grader)
-            self._before = self._after
+            self._before = self._after = replace(start, grader=grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
-        if held is None:
-            return InFlight([], step).as_arrays()
-        return RolloutInFlight(held.step, held.version, held.rollout).as_arrays()
+        return (held or InFlight([], step)).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """See PartialRollouts."""
@@ -340,7 +325,7 @@ class _OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> Callable[[], _Sampled]:
+    ) -> Callable[[], RolloutInFlight]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end. Returns what
         samples the rest."""
@@ -358,13 +343,13 @@ class _OneStepOffPolicy:
         next(steps)
         until_update = elapsed()
 
-        def sampled() -> _Sampled:
+        def sampled() -> RolloutInFlight:
             elapsed = stopwatch()
             rollout = to_the_end(steps)
             seconds = {"time/rollout": until_update, "time/rollout_beside_update": elapsed()}
             versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
             rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-            return _Sampled(step, version, rollout, grader)
+            return RolloutInFlight(step, version, rollout, grader)
 
         return sampled
 
