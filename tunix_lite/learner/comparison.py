@@ -59,7 +59,7 @@ class Teacher:
 def with_hidden_states(
     scorer: Scorer, table: jax.Array, batch: Batch, seen: Batch | None = None
 ) -> Batch:
-    """Adds to a batch what a teacher finds of each token, as algorithms.algorithm.Comparer.
+    """Adds to a batch what a teacher finds of each token: Policy.compare of an algorithm.
 
     scorer: a batch -> hidden states of the teacher [B, T, K]. table: its output embedding, of the
     tokens that the policy has. seen: the same completions as the teacher reads them, after other

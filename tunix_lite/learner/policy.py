@@ -34,7 +34,7 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class _Rescore:
-    """A Rescorer. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
+    """A Scorer of weights that come with the batch. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
@@ -145,22 +145,16 @@ def make_policy(
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
-    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+    of_tokens = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
 
     def numbers(params: Params, batch: RowBatch) -> TokenScores:
-        # those that a reward model gives the text up to each scored token, that itself included
-        meta = attention.meta_of_rows(batch)
-        hidden_RWD, routed = decoder.forward_and_routes(
-            params, cfg, batch.tokens, meta, dtype, **scoring
-        )
-        numbers_RW = scalar_scores(params, hidden_RWD)
-        of_tokens = TokenScores(jnp.where(batch.loss_weight != 0, numbers_RW, 0.0), None)
-        if routed is not None:
-            of_tokens = with_expert_sums(of_tokens, routed, None, batch)
-        return of_tokens
+        def head(hidden_RMD: jax.Array, *_: Any) -> TokenScores:
+            return TokenScores(scalar_scores(params, hidden_RMD), None)
 
-    if cfg.output != "logits":
-        scores = numbers
+        # those that a reward model gives the text up to each scored token, that itself included
+        return of_tokens(params, batch, head=head, before=0)
+
+    scores = of_tokens if cfg.output == "logits" else numbers
     # compiled when it is called first, and again for other shapes or types
     program = compiled_once(scoring_program(scores, rows).lower)
     rescore = _Rescore(
@@ -181,13 +175,15 @@ def batch_scores(
     temperature: float,
     dtype: DTypeLike,
     head: Callable = token_scores,
+    before: int = 1,
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
     [R, W, V] never exist.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
-    [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
+    [R, M] or [R, M, K], comes back in rows. before: 0 reads the hidden state of each token itself,
+    which predicts what batch.streams has as its target. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
     routes = None if batch.routes is None else replayed(batch.routes, cfg)
     hidden_RWD, routed = decoder.forward_and_routes(
@@ -207,9 +203,9 @@ def batch_scores(
         return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
-    before_RMD = at_scored(hidden_RWD, batch, before=1)
-    targets_RM = at_scored(batch.tokens, batch)
-    table_VD = decoder.output_table(params, cfg)
+    before_RMD = at_scored(hidden_RWD, batch, before)
+    targets_RM = at_scored(batch.streams.get("targets", batch.tokens), batch)
+    table_VD = decoder.output_table(params, cfg) if cfg.output == "logits" else None
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     scores_RW = jax.tree.map(in_rows, scores_RM)
     if routed is not None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.types import (
     Metrics,
@@ -34,7 +34,7 @@ from tunix_lite.basics.types import (
 )
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
-from tunix_lite.learner.policy import DTYPES, STORED
+from tunix_lite.learner.policy import DTYPES, STORED, batch_scores
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
@@ -43,14 +43,13 @@ from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.settings.resolved_run import with_defaults
+from tunix_lite.settings.resolved_run import trained_architecture, with_defaults
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.programs import (
     TrainerPrograms,
     add_gradients,
     optimizer_of_client,
-    target_scores,
 )
 from tunix_lite.trainer.sampling import Sample, SampleSettings, SamplingEngine, as_settings
 from tunix_lite.trainer.saved import (
@@ -384,11 +383,11 @@ class Trainer:
             raise ConfigError("Trainer runs in one process; run_training.py spans several")
         with error_context(""):
             self.found = source.download(source.locate(run.model))
+            self.cfg = trained_architecture(run.model, self.found.cfg, Needs())
         with error_context("model.mesh_shape"):
             self.mesh = make_mesh(run.model.mesh_shape)
             set_rules(run.sharding)
             source.check_mesh(self.found, self.mesh)
-        self.cfg = self.found.cfg
         platform = self.mesh.devices.flat[0].platform
         self.run, _ = with_defaults(run, self.cfg, self.found.lora, platform)
         self.tokenizer = self.found.tokenizer
@@ -410,9 +409,11 @@ class Trainer:
                 training.attention, self.cfg, platform, self.dtype, longest, False
             )
         scores = partial(
-            target_scores,
+            batch_scores,
             cfg=self.cfg,
+            temperature=1.0,
             dtype=self.dtype,
+            before=0,
             remat=training.remat,
             attend=attention.IMPLEMENTATIONS[name],
             reduce_dtype=jnp.dtype(training.reduce_dtype),
@@ -487,8 +488,8 @@ class Trainer:
             folder = Path(path).absolute()
             kind = read_kind(folder)
             lora = None
-            if kind.rank:
-                adapters = {name: getattr(kind, name) for name in ("rank", "alpha", "targets")}
+            if kind["rank"]:
+                adapters = {name: kind[name] for name in ("rank", "alpha", "targets")}
                 lora = replace(self.run.model.lora, **adapters)
             storage = STORED[self.run.training.mixed_precision]
             if lora is None:
