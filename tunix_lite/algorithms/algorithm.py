@@ -50,9 +50,9 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. Frozen weights,
-    such as those of the reference, are its own: it takes the batch alone. Others, such as today's,
-    come before the batch. compiled: its program for rows, or for their shapes."""
+    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. Frozen
+    weights, such as those of the reference, are its own: it takes the batch alone. Others, such as
+    today's, come before the batch. compiled: its program for rows, or for their shapes."""
 
     def __call__(self, *arguments: Params | Batch) -> np.ndarray: ...
 

@@ -34,7 +34,8 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class _Rescore:
-    """A Scorer of weights that come with the batch. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
+    """A Scorer of weights that come with the batch.
+    Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps

@@ -160,25 +160,24 @@ def build_learner(session: Session) -> Learner:
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
-    seconds: Counter = Counter()
-    policy = policy_of(resolved, sampler, reference, frozen_models, seconds)
     # between two chunks a rollout can be given up, and the state is whole
-    between_chunks = session.stopping.check_between_chunks
-    watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
+    generate = partial(sampler, between_chunks=session.stopping.check_between_chunks)
+    seconds: Counter = Counter()
+    policy = policy_of(resolved, generate, reference, frozen_models, seconds)
     scorers = {}
     for name, settings in run.task.reward_models.items():
         called = f"reward_{name}"
         num_rows = resolved.as_scorer(called).batch.sequences
         read_with = (parts.task.text, parts.frozen_models[called])
         with error_context(run.scoring_models[called].where):
-            scorer = watched.scorers[called]
+            scorer = policy.scorers[called]
             scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
     if scorers:
         session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
-        policy=watched,
+        policy=policy,
         train_step=train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
