@@ -44,6 +44,7 @@ from tunix_lite.basics.types import (
     Prompts,
     RowBatch,
     TokenScores,
+    left_padded,
     realigned,
 )
 
@@ -180,12 +181,8 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
     first: the column in which completions begin. prompts: as token ids; L of them are in the
     longest. Only tokens, their mask and their weights are in the batch.
     Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
-    longest = max(map(len, prompts))
     # prompts end where completions begin, so padding is on the left
-    tokens = np.zeros((len(prompts), longest), np.int32)
-    lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]
-    mask = np.arange(longest) >= longest - lengths_B1
-    tokens[mask] = np.concatenate(prompts)
+    tokens, mask = left_padded(prompts, max(map(len, prompts)))
     weight = np.zeros(tokens.shape, np.float32)
 
     def joined(before: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -155,13 +155,11 @@ class Objective:
             idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
         if self.agreeing_groups != "replace":
             idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value not in (None, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
+        for name, why in idle.items():
+            value = getattr(self, name)
+            if value not in (None, getattr(type(self), name)):
+                problem = f"{name}={value} would change nothing"
+                raise ValueError(f"{problem}: {why}; leave it out")
 
     @property
     def is_kl_reward(self) -> bool:

@@ -80,30 +80,27 @@ class Learner:
         if self.resolved.converses:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens
 
-        # To learn from.
+        compile_it = partial(self.sampler.compile_ahead, params, **about)
+
+        # To learn from, and for the loss of held-out prompts, where the algorithm samples.
         calls = []
+        needs = run.algorithm.needs
+        count = run.algorithm.num_generations
         if self.overlap is not None:
             calls.append(partial(self.overlap.compile_ahead, self.sampler, params, **about))
-        elif not run.algorithm.needs.demonstrations:
-            num_prompts = self.resolved.batch.prompts * run.algorithm.needs.mini_batches
-            size = (num_prompts, run.algorithm.num_generations)
-            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
+        elif not needs.demonstrations:
+            num_prompts = self.resolved.batch.prompts * needs.mini_batches
+            calls.append(partial(compile_it, num_prompts, count))
+        if run.loss_examples and not needs.demonstrations:
+            calls.append(partial(compile_it, run.loss_examples, count))
 
         # To evaluate: greedy completions, and samples.
         settings = run.evaluation
-        compile_it = partial(
-            self.sampler.compile_ahead, params, settings.num_examples, **about
-        )
         if settings.num_examples:
-            calls.append(partial(compile_it, 1, temperature=0.0))
+            calls.append(partial(compile_it, settings.num_examples, 1, temperature=0.0))
         if settings.num_examples and settings.num_samples:
-            calls.append(
-                partial(compile_it, settings.num_samples, temperature=settings.temperature)
-            )
-        # And for the loss of held-out prompts, where the algorithm samples.
-        if run.loss_examples and not run.algorithm.needs.demonstrations:
-            size = (run.loss_examples, run.algorithm.num_generations)
-            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
+            size = (settings.num_examples, settings.num_samples)
+            calls.append(partial(compile_it, *size, temperature=settings.temperature))
         compiled_together(calls)
 
 

@@ -31,9 +31,9 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 Drawn = tuple[Policy, TaskInterface, list[dict]]
 
 
-class _BatchesInFlight:
+class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
     """The examples and prompts of each step that completions in flight belong to.
-    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
+    Example: `examples, prompts = _BatchesInFlight(session)[3]`: 16 of each."""
 
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
@@ -41,27 +41,19 @@ class _BatchesInFlight:
         self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
         self._updates = algorithm.updates_per_rollout
         self._session = session
-        self._drawn: dict[int, tuple[list[dict], Prompts]] = {}
 
-    def _of(self, step: int) -> tuple[list[dict], Prompts]:
-        if step not in self._drawn:
-            task = self._session.task
-            seed = self._session.run.seed % 2**32
-            examples = task.batch(self.count, seed, step // self._updates)
-            prompts = task.prompts(examples)
-            # a grader takes neighbours that are one object for one group
-            self._drawn[step] = [dict(example) for example in examples], prompts
-        return self._drawn[step]
+    def __missing__(self, step: int) -> tuple[list[dict], Prompts]:
+        task = self._session.task
+        seed = self._session.run.seed % 2**32
+        examples = task.batch(self.count, seed, step // self._updates)
+        # a grader takes neighbours that are one object for one group
+        self[step] = [dict(example) for example in examples], task.prompts(examples)
+        return self[step]
 
-    def examples(self, step: int) -> list[dict]:
-        return self._of(step)[0]
-
-    def prompts(self, step: int) -> Prompts:
-        return self._of(step)[1]
-
-    def forget(self, steps: set[int]) -> None:
-        """Keeps only the batches of these steps."""
-        self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
+    def keep(self, steps: set[int]) -> None:
+        """Forgets the batches of all other steps."""
+        for step in self.keys() - steps:
+            del self[step]
 
 
 class _PartialRollouts:
@@ -104,15 +96,13 @@ class _PartialRollouts:
         waiting = [
             OpenCompletion(new, p, g)
             for new in new_steps
-            for p in range(len(self._batches.prompts(new)))
+            for p in range(self._batches.count)
             for g in range(self._generations)
         ]
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
-            (of, p): prompt
-            for of in steps
-            for p, prompt in enumerate(self._batches.prompts(of))
+            (of, p): prompt for of in steps for p, prompt in enumerate(self._batches[of][1])
         }
 
         # Sample until the update has its groups.
@@ -144,9 +134,9 @@ class _PartialRollouts:
         self._after = InFlight(left, max(last + self._updates, self._before.next_step))
 
         of_groups = [one.group for one in taken[:: self._generations]]
-        examples = [self._batches.examples(of)[p] for of, p in of_groups]
+        examples = [self._batches[of][0][p] for of, p in of_groups]
         # examples of steps that are over would stay for ever
-        self._batches.forget({one.step for one in left})
+        self._batches.keep({one.step for one in left})
         generation = self._sampler.generation
         in_order = [prompts[group] for group in of_groups]
         rollout = rollout_of(taken, in_order, generation, self._pad_id, {})
@@ -301,8 +291,8 @@ class _OneStepOffPolicy:
         following = step + self._updates
         # before the update, which donates the weights that it samples with
         self._under_way = self._start_rollout(following, step, policy, params)
-        examples = self._batches.examples(step)
-        self._batches.forget({following})
+        examples, _ = self._batches[step]
+        self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
         drawn = _handed_out(policy, rollout, is_graded=True)
@@ -334,7 +324,7 @@ class _OneStepOffPolicy:
         repeated = self._repeated(step)
         grader = self._task.grader(repeated, self._generations)
         options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
-        arguments = (params, self._batches.prompts(step), key, self._generations)
+        arguments = (params, self._batches[step][1], key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, **options)
         else:
@@ -355,7 +345,7 @@ class _OneStepOffPolicy:
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""
-        examples = self._batches.examples(step)
+        examples, _ = self._batches[step]
         return [example for example in examples for _ in range(self._generations)]
 
 
