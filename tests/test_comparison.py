@@ -16,7 +16,7 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.basics.types import Batch, realigned
-from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
+from tunix_lite.learner.comparison import Teacher, hidden_states, with_divergence, with_hidden_states
 from tunix_lite.learner.policy import make_policy, on_every_device
 from tunix_lite.models import decoder
 from tunix_lite.models.source import TeacherConfig
@@ -86,11 +86,12 @@ def comparing(algorithm: Distill, policy, rows, batch):
     """The policy with a teacher on the current mesh, and the batch that has gone through `compare`."""
     teacher = Teacher(algorithm.comparison, THEIRS.final_softcap, THEIRS.embed_dim, MODELS["plain"].cfg.vocab_size)
     params = exactness_worker.placed(teacher_arrays(), decoder.weights(THEIRS), np.float32)
-    scores = make_policy(THEIRS, None, 1.0, rows=rows).scores
+    theirs = make_policy(THEIRS, None, 1.0, rows=rows)
     table = decoder.output_table(params, THEIRS)
-    program = compiled_once(on_every_device(description_program(scores), rows).lower)
+    program = compiled_once(on_every_device(partial(theirs.scores, head=hidden_states), rows).lower)
+    scorer = partial(replace(theirs.rescore, compiled=program), params)
     policy = replace(policy, scores=with_divergence(policy.scores, teacher))
-    return policy, FrozenComparer(params, table, rows, program)(batch)
+    return policy, with_hidden_states(scorer, table, batch)
 
 
 WAYS = [

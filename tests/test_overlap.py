@@ -376,23 +376,9 @@ def test_conversations_of_a_checkpoint_are_those_that_were_kept_and_damage_is_na
     assert found.last_turns == [rollout.tokens[0, 7:8].tolist(), rollout.tokens[1, 3:4].tolist()]
     np.testing.assert_equal(found.as_arrays(), arrays)
 
-    def text(old, new):
-        changed = arrays["conversations"].tobytes().decode().replace(old, new) if old else new
-        return {"conversations": np.frombuffer(changed.encode(), np.uint8)}
-
-    damaged = {
-        "`logprobs` is float32 of": {"logprobs": np.zeros((2, 8), np.float32)},
-        "`turn_ids` is float64": {"turn_ids": np.ones(shape)},
-        "`step` is int64 of": {"step": np.array([7, 7])},
-        "`conversations` has 0 and not 2": text("", '{"conversations": []}'),
-        "`conversations` holds none: 'turns'": text("", '{"conversations": [{}, {}]}'),
-        "`conversations` holds none: it is nested too deep": text("", "[" * 100_000),
-        "`conversations` holds none: invalid literal": text('"begin": 3', '"begin": "x"'),
-        "and rows have 4": {name: value[:, :4] for name, value in arrays.items() if np.shape(value) == shape},
-    }
-    for message, changes in damaged.items():
-        with pytest.raises(ValueError, match=message):
-            in_flight_from(arrays | changes)
+    deep = {"conversations": np.frombuffer(b"[" * 100_000, np.uint8)}
+    with pytest.raises(ValueError, match="`conversations` is nested too deep"):
+        in_flight_from(arrays | deep)
     with pytest.raises(ValueError, match="it has"):
         in_flight_from({name: value for name, value in arrays.items() if name != "turn_ids"})
 
@@ -566,8 +552,6 @@ def test_a_checkpoint_keeps_what_is_in_flight_and_damage_is_named(tmp_path):
     assert [one.reason for one in found.completions] == ["eos", None, None]
     assert [one.is_under_way for one in found.completions] == [False, True, False]
 
-    with pytest.raises(ValueError, match="`tokens` has 3 numbers and not 4"):
-        InFlight.from_arrays(arrays | {"lengths": np.array([2, 1, 1])})
     with pytest.raises(ValueError, match="it has"):
         InFlight.from_arrays({"steps": np.array([1])})
     (tmp_path / "checkpoints/3/in_flight.npz").write_bytes(b"PK no zip")

@@ -16,6 +16,7 @@ from conftest import random_params, set_mesh
 from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
 from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.types import left_padded
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, _check_models, evaluate_model
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import GREEDY
@@ -39,7 +40,7 @@ from tunix_lite.settings.resolved_parts import policy_of
 from tunix_lite.settings.resolved_run import find_model, resolve_run
 from tunix_lite.tasks.messages import Message
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
-from tunix_lite.tasks.reward_models import RewardScorer, left_padded
+from tunix_lite.tasks.reward_models import RewardScorer
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train

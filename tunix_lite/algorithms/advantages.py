@@ -8,6 +8,7 @@ completions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,14 +27,6 @@ class WholeBatch:
     # each reward by name, [P, G], without its weight; nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)  # weight of each reward, by name
-
-    def advantages(self, function: Advantages, rewards_PG: np.ndarray) -> np.ndarray:
-        """[P, G]: those of a function that sees the whole batch; it has to know who is missing, so
-        it gets nan in their places."""
-        kept_PG = ~np.isnan(rewards_PG)
-        compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) > 1)
-        values_PG = function(np.where(compared_PG, rewards_PG, np.nan), whole=self)
-        return np.where(compared_PG, values_PG, 0.0)
 
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
@@ -104,12 +97,10 @@ def batch_scaled(
     for being easy."""
     if mean not in ("group", "batch"):
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
-    is_kept_PG = ~np.isnan(rewards_PG)
-    # what is dropped would make the scale nan
-    centred, std = _centred_all(rewards_PG[is_kept_PG])
+    mean_of_all, std = _mean_and_std(rewards_PG)
     if mean == "group":
-        return _centred_groups(rewards_PG) / (std + eps)
-    return _placed(is_kept_PG, centred / (std + eps))
+        return advantages_of_kept(centre, rewards_PG) / (std + eps)
+    return np.nan_to_num(rewards_PG - mean_of_all) / (std + eps)
 
 
 def whiten(
@@ -128,16 +119,16 @@ def whiten(
         raise ValueError(f"advantages.over={over!r}; it is tokens or samples")
     is_kept_PG = ~np.isnan(rewards_PG)
     # The baseline comes first: the mean over the batch would not tell easy prompts from hard ones.
-    values_PG = _centred_groups(rewards_PG) if group_baseline else rewards_PG
+    values_PG = advantages_of_kept(centre, rewards_PG) if group_baseline else rewards_PG
     values = values_PG[is_kept_PG]
     counts = np.ones(len(values)) if over == "samples" else whole.lengths[is_kept_PG]
     total = counts.sum()
     # nothing to learn, and the variance would be 0 / 0
     if total < 2 or values.min() == values.max():
         return np.zeros(rewards_PG.shape)
-    centred = values - (counts * values).sum() / total
-    variance = (counts * centred**2).sum() / (total - 1)
-    return _placed(is_kept_PG, centred / np.sqrt(variance + eps))
+    mean = (counts * values).sum() / total
+    variance = (counts * (values - mean) ** 2).sum() / (total - 1)
+    return np.where(is_kept_PG, (values_PG - mean) / np.sqrt(variance + eps), 0.0)
 
 
 def per_reward(
@@ -146,60 +137,43 @@ def per_reward(
     """Each reward is standardised in its group by itself; then their weighted sum is standardised
     over the batch (GDPO, arXiv:2601.05242)."""
     is_kept_PG = ~np.isnan(rewards_PG)
-    total_PG = np.zeros(rewards_PG.shape)
+    total_PG = np.where(is_kept_PG, 0.0, np.nan)
     for name, values_PG in whole.each.items():
         # one that failed, and is not dropped for it, counts as 0
         values_PG = np.where(is_kept_PG, np.nan_to_num(values_PG), np.nan)
-        centred_PG = _centred_groups(values_PG)
-        count_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True) - 1, 1)
-        std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / count_P1)
-        total_PG += whole.weights.get(name, 1.0) * centred_PG / (std_P1 + eps)
-    centred, std = _centred_all(total_PG[is_kept_PG])
-    return _placed(is_kept_PG, centred / (std + eps))
+        scaled_PG = advantages_of_kept(partial(standardise, eps=eps), values_PG)
+        total_PG += whole.weights.get(name, 1.0) * scaled_PG
+    mean, std = _mean_and_std(total_PG)
+    return np.nan_to_num(total_PG - mean) / (std + eps)
 
 
-def _placed(is_kept_PG: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[P, G]: the values of kept completions, and 0 for the others."""
-    result_PG = np.zeros(is_kept_PG.shape)
-    result_PG[is_kept_PG] = values
-    return result_PG
-
-
-def _centred_groups(values_PG: np.ndarray) -> np.ndarray:
-    """r - mean of the group without what is nan, where it is 0; exactly 0 where a group agrees."""
-    is_kept_PG = ~np.isnan(values_PG)
-    counts_P1 = np.maximum(is_kept_PG.sum(axis=1, keepdims=True), 1)
-    centred_PG = values_PG - np.nansum(values_PG, axis=1, keepdims=True) / counts_P1
-    is_mixed_P1 = ~groups_that_agree(values_PG)[:, None]
-    return np.where(is_kept_PG & is_mixed_P1, centred_PG, 0.0)
-
-
-def _centred_all(values: np.ndarray) -> tuple[np.ndarray, float]:
-    """Values less their mean, exactly 0 if they are all equal; and their standard deviation."""
-    has_one = not len(values) or values.min() == values.max()
-    centred = np.zeros(len(values)) if has_one else values - values.mean()
-    return centred, np.sqrt((centred**2).sum() / max(len(values) - 1, 1))
+def _mean_and_std(values_PG: np.ndarray) -> tuple[float, float]:
+    """Of all values that are not nan; of equal ones exactly their value and 0."""
+    values = values_PG[~np.isnan(values_PG)]
+    if not len(values) or values.min() == values.max():
+        return (values[0] if len(values) else 0.0), 0.0
+    return values.mean(), values.std(ddof=1)
 
 
 # ---- without dropped completions: others are learned from as if these had never been there
 
 
 def advantages_of_kept(
-    advantages: Advantages,
-    rewards_PG: np.ndarray,
-    whole: Callable[[], WholeBatch],
+    advantages: Advantages, rewards_PG: np.ndarray, whole: WholeBatch | None = None
 ) -> np.ndarray:
     """[P, G]; 0 for a dropped completion, whose reward is nan, and for one that is alone in its
     group.
 
     `advantages` gets groups that lack the same completions together, and without them; if it has a
     parameter `whole`, everything at once, nan where dropped."""
-    if takes(advantages, "whole"):
-        return whole().advantages(advantages, rewards_PG)
-    result_PG = np.zeros_like(rewards_PG)
     kept_PG = ~np.isnan(rewards_PG)
+    kept_PG &= kept_PG.sum(axis=1, keepdims=True) > 1
+    if takes(advantages, "whole"):
+        values_PG = advantages(np.where(kept_PG, rewards_PG, np.nan), whole=whole)
+        return np.where(kept_PG, values_PG, 0.0)
+    result_PG = np.zeros_like(rewards_PG)
     for kept_G in np.unique(kept_PG, axis=0):
-        if kept_G.sum() > 1:
+        if kept_G.any():
             here = np.ix_((kept_PG == kept_G).all(axis=1), kept_G)
             result_PG[here] = advantages(rewards_PG[here])
     return result_PG

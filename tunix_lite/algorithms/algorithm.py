@@ -50,21 +50,13 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """Log-probabilities of a batch under frozen weights, such as those of the reference: [B, T]
-    float32, an array of the host; 0 where no token counts. compiled: its program for rows, or for
-    their shapes."""
+    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. Frozen
+    weights, such as those of the reference, are its own: it takes the batch alone. Others, such as
+    today's, come before the batch. compiled: its program for rows, or for their shapes."""
 
-    def __call__(self, batch: Batch) -> np.ndarray: ...
+    def __call__(self, *arguments: Params | Batch) -> np.ndarray: ...
 
-    def compiled(self, batch: RowBatch) -> Any: ...
-
-
-class Rescorer(Protocol):
-    """The same under weights that come with the batch, such as today's."""
-
-    def __call__(self, params: Params, batch: Batch) -> np.ndarray: ...
-
-    def compiled(self, params: Params, batch: RowBatch) -> Any: ...
+    def compiled(self, *arguments: Params | RowBatch) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -75,16 +67,6 @@ class TeacherComparison:
     model: str  # the name of the frozen model
     divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
     mix: float = 0.5  # weight b of jensen_shannon
-
-
-class Comparer(Protocol):
-    """Adds to a batch what the update needs to compare the policy with a frozen model."""
-
-    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """seen: the same completions as the frozen model reads them, after other prompts; None: as
-        they are."""
-
-    def compiled(self, batch: RowBatch) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -100,12 +82,15 @@ class Policy:
     scores: Callable[[Params, RowBatch], TokenScores]
     # frozen scorers by name; "reference", if `needs.reference`: the policy at the start of training
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    # `scores` for use in `collect`; an algorithm that calls it says Needs(rescore=True)
-    rescore: Rescorer | None = None
-    # comparer of the algorithm's batches, so that `scores` have divergence; None: no comparison
-    compare: Comparer | None = None
-    # values of the critic, so that `scores` have values; None: `needs.critic` names none
-    values: Rescorer | None = None
+    # (params, batch) -> `scores` for use in `collect`; an algorithm that calls it says
+    # Needs(rescore=True)
+    rescore: Scorer | None = None
+    # (batch, the same completions as the frozen model reads them, or None) -> the batch with what
+    # the update needs, so that `scores` have divergence; None: no comparison
+    compare: Callable[..., Batch] | None = None
+    # (params, batch) -> values of the critic, so that `scores` have values; None: `needs.critic`
+    # names none
+    values: Scorer | None = None
 
 
 class _GroupGrader(Protocol):

@@ -35,6 +35,7 @@ from tunix_lite.algorithms.algorithm import (
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.errors import check_numbers
 from tunix_lite.basics.types import (
     Batch,
     Graded,
@@ -43,6 +44,7 @@ from tunix_lite.basics.types import (
     Prompts,
     RowBatch,
     TokenScores,
+    left_padded,
     realigned,
 )
 
@@ -66,6 +68,9 @@ class Distill:
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 
     def __post_init__(self):
+        check_numbers(self, "teacher_coef", lambda x: x > 0, "must be above 0")
+        check_numbers(self, "reward_coef", lambda x: x >= 0, "must not be negative")
+        check_numbers(self, "num_generations", lambda x: x >= 1, "must be at least 1")
         problems = {
             "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER": (
                 self.teacher is None
@@ -79,10 +84,6 @@ class Distill:
             ),
             f"mix={self.mix} must be between 0 and 1; 0 would be divergence=forward, and 1 "
             "divergence=reverse": not 0 < self.mix < 1,
-            f"teacher_coef={self.teacher_coef} must be above 0": self.teacher_coef <= 0,
-            f"reward_coef={self.reward_coef} must not be negative": self.reward_coef < 0,
-            f"num_generations={self.num_generations} must be at least 1": self.num_generations
-            < 1,
             f"num_generations={self.num_generations} must be at least 2: rewards are compared "
             "within a group": self.reward_coef > 0 and self.num_generations < 2,
         }
@@ -180,12 +181,8 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
     first: the column in which completions begin. prompts: as token ids; L of them are in the
     longest. Only tokens, their mask and their weights are in the batch.
     Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
-    longest = max(map(len, prompts))
     # prompts end where completions begin, so padding is on the left
-    tokens = np.zeros((len(prompts), longest), np.int32)
-    lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]
-    mask = np.arange(longest) >= longest - lengths_B1
-    tokens[mask] = np.concatenate(prompts)
+    tokens, mask = left_padded(prompts, max(map(len, prompts)))
     weight = np.zeros(tokens.shape, np.float32)
 
     def joined(before: np.ndarray, values: np.ndarray) -> np.ndarray:

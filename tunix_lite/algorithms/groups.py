@@ -104,6 +104,7 @@ class Groups:
                 advantages_BT[row, turn.begin : turn.end] = value
         return advantages_BT
 
+    @property
     def whole(self) -> WholeBatch:
         """Facts for an advantage function beside the rewards."""
         shape = self.rewards_PG.shape

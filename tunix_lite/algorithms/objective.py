@@ -12,16 +12,12 @@ import numpy as np
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
 from tunix_lite.algorithms.algorithm import refuse, takes
+from tunix_lite.basics.errors import check_numbers
 
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
     "agreeing_groups": ("keep", "drop", "replace"),
     "kl_estimator": (*kl.ESTIMATORS, kl.IN_REWARD),
-}
-LEAST = {
-    **dict.fromkeys(("updates_per_rollout", "mini_batches", "max_rounds"), 1),
-    **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "entropy_coef"), 0),
-    "off_policy_delta": 0,
 }
 # settings of surrogates that must be above a number
 ABOVE = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}
@@ -39,14 +35,6 @@ def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(function_of(piece)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | (piece.keywords if isinstance(piece, partial) else {})
-
-
-def _same(one: object, other: object) -> bool:
-    """Compares two values; of functions, their settings too."""
-    if callable(one) and callable(other):
-        is_same_function = function_of(one) is function_of(other)
-        return is_same_function and settings_of(one) == settings_of(other)
-    return type(one) is type(other) and one == other
 
 
 def _name_of(piece: object) -> str:
@@ -70,8 +58,7 @@ def described(algorithm: object) -> str:
     return ", ".join(
         f"{field.name}={_name_of(value)}"
         for field, value in values.items()
-        if callable(value)
-        or not (dataclasses.is_dataclass(value) or _same(value, field.default))
+        if callable(value) or not (dataclasses.is_dataclass(value) or value == field.default)
     )
 
 
@@ -108,7 +95,12 @@ class Objective:
     mask_truncated: bool = False
 
     def __post_init__(self):
-        # What may be wrong with single settings, and with several together.
+        counts = "updates_per_rollout mini_batches max_rounds"
+        check_numbers(self, counts, lambda x: x >= 1, "must be at least 1")
+        others = "clip_low clip_high kl_coef entropy_coef off_policy_delta"
+        check_numbers(self, others, lambda x: x >= 0, "must not be negative")
+        check_numbers(self, "advantage_clip", lambda x: x > 0, "must be above 0")
+        # What may be wrong with others, and with several together.
         surrogate = _name_of(self.surrogate)
         has_no_ratio = function_of(self.ratio) is ratios.no_ratio
         is_shaped = self.shaping is not None or self.is_kl_reward
@@ -118,14 +110,7 @@ class Objective:
             "its group, so it takes at least 2 (8 is usual)": self.num_generations < 2,
             f"clip_low={self.clip_low} would change nothing: no ratio is below 0; give a number "
             "below 1, or null": (self.clip_low or 0) >= 1,
-            f"advantage_clip={self.advantage_clip} must be above 0": (
-                self.advantage_clip is not None and self.advantage_clip <= 0
-            ),
         }
-        for name, least in LEAST.items():
-            limit = f"be at least {least}" if least else "not be negative"
-            value = getattr(self, name)
-            problems[f"{name}={value} must {limit}"] = value is not None and value < least
         for name, value in settings_of(self.surrogate).items():
             if name in ABOVE and value is not None:
                 problem = f"surrogate.{name}={value} must be above {ABOVE[name]:g}"
@@ -137,7 +122,7 @@ class Objective:
         problems |= {
             f"mini_batches={self.mini_batches} must divide {updates}: every update learns from the "
             "next mini-batch, and each is learned from equally often": (
-                self.updates_per_rollout % max(self.mini_batches, 1) > 0
+                self.updates_per_rollout % self.mini_batches > 0
             ),
             f"ratio=no_ratio with {updates}: only the first update of a rollout uses the policy "
             "that sampled; use token_ratio": has_no_ratio and self.updates_per_rollout > 1,
@@ -170,13 +155,11 @@ class Objective:
             idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
         if self.agreeing_groups != "replace":
             idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value is not None and not _same(value, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
+        for name, why in idle.items():
+            value = getattr(self, name)
+            if value not in (None, getattr(type(self), name)):
+                problem = f"{name}={value} would change nothing"
+                raise ValueError(f"{problem}: {why}; leave it out")
 
     @property
     def is_kl_reward(self) -> bool:

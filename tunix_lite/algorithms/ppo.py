@@ -23,6 +23,7 @@ from tunix_lite.algorithms.gae import explained_variance, gae, whitened
 from tunix_lite.algorithms.groups import Groups, sample_groups, scored_in_parts
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.basics.errors import check_numbers
 from tunix_lite.basics.types import (
     Batch,
     Graded,
@@ -35,15 +36,7 @@ from tunix_lite.basics.types import (
 
 # the streams of its batches: R, and V of the critic before the update
 STREAMS = ("returns", "old_values")
-# what settings must be, where they are not null
-_RULES = {
-    "at least 1": ("num_generations updates_per_rollout mini_batches", lambda x: x >= 1),
-    "shared or own": ("critic", lambda x: x in ("shared", "own")),
-    "between 0 and 1": ("gamma gae_lambda", lambda x: 0 <= x <= 1),
-    # with value_coef=0 no critic would learn
-    "above 0": ("critic_learning_rate value_coef value_clip", lambda x: x > 0),
-    "0 or more": ("critic_warmup clip_low clip_high kl_coef entropy_coef", lambda x: x >= 0),
-}
+CRITICS = ("shared", "own")
 
 
 @dataclass(frozen=True)
@@ -71,16 +64,23 @@ class PPO:
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        problems = {}
-        for rule, (names, is_right) in _RULES.items():
-            for name in names.split():
-                value = getattr(self, name)
-                wrong = value is not None and not is_right(value)
-                problems[f"{name}={value} must be {rule}"] = wrong
+        counts = "num_generations updates_per_rollout mini_batches"
+        check_numbers(self, counts, lambda x: x >= 1, "must be at least 1")
+        shares = "gamma gae_lambda"
+        check_numbers(self, shares, lambda x: 0 <= x <= 1, "must be between 0 and 1")
+        # with value_coef=0 no critic would learn
+        positive = "critic_learning_rate value_coef value_clip"
+        check_numbers(self, positive, lambda x: x > 0, "must be above 0")
+        others = "critic_warmup clip_low clip_high kl_coef entropy_coef"
+        check_numbers(self, others, lambda x: x >= 0, "must be 0 or more")
+        updates = f"updates_per_rollout={self.updates_per_rollout}"
+        problems = {
+            f"critic={self.critic} must be shared or own": self.critic not in CRITICS,
+            f"{updates} must be a multiple of mini_batches={self.mini_batches}": (
+                self.updates_per_rollout % self.mini_batches > 0
+            ),
+        }
         refuse(problems)
-        of_parts = f"a multiple of mini_batches={self.mini_batches}"
-        problem = f"updates_per_rollout={self.updates_per_rollout} must be {of_parts}"
-        refuse({problem: self.updates_per_rollout % self.mini_batches > 0})
 
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"

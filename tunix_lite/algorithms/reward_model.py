@@ -16,7 +16,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
 from tunix_lite.basics.plain_text import shortened
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Metrics, Params
 
 STREAMS = ("pair_loss", "train/margin", "train/pair_accuracy", "train/reward")
 
@@ -91,6 +91,4 @@ class RewardModelTraining:
         batch = with_shares(batch, rows, (pulls - slopes, pulls + slopes), logged)
         return batch, metrics, None
 
-    def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """Returns the loss at today's weights, with its gradient, and its terms: sums."""
-        return loss_of_shares(scores, batch)
+    loss = staticmethod(loss_of_shares)

@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -70,3 +71,15 @@ def is_of_a_peer(error: BaseException) -> bool:
         isinstance(error, ValueError) and STATUS.match(str(error))
     )
     return bool(is_of_jax) and any(word in str(error) for word in PEER_WORDS)
+
+
+def check_numbers(
+    settings: object, names: str, is_right: Callable[[Any], bool], rule: str
+) -> None:
+    """Raises ValueError, with the rule, for the first of these settings that breaks it. None breaks
+    no rule, nor does what the settings do not have.
+    Example: check_numbers(cfg, "gamma gae_lambda", lambda x: 0 <= x <= 1, "is from 0 to 1")."""
+    for name in names.split():
+        value = getattr(settings, name, None)
+        if value is not None and not is_right(value):
+            raise ValueError(f"{name}={value} {rule}")

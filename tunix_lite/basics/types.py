@@ -57,6 +57,15 @@ def policy_part(params: Params) -> Params:
     return params.get(POLICY, params)
 
 
+def left_padded(rows: Prompts, width: int, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """tokens and token_mask [B, width]: each row ends in the last column."""
+    lengths_B1 = np.array([len(ids) for ids in rows])[:, None]
+    mask = np.arange(width) >= width - lengths_B1
+    tokens = np.full(mask.shape, pad_id, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask
+
+
 @flax.struct.dataclass
 class Max:
     """A metric of a loss that micro-batches and shards do not add up: the largest of their values

@@ -8,13 +8,12 @@ models/divergence.py computes the divergence.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import TeacherComparison
+from tunix_lite.algorithms.algorithm import Scorer, TeacherComparison
 from tunix_lite.basics.types import (
     Batch,
     Params,
@@ -22,7 +21,7 @@ from tunix_lite.basics.types import (
     TokenScores,
     realigned,
 )
-from tunix_lite.learner.rows import RowLayout, at_scored
+from tunix_lite.learner.rows import at_scored
 from tunix_lite.models.divergence import Kind, head_divergence
 from tunix_lite.models.vocabulary import head_spec, token_scores
 from tunix_lite.parallel.mesh import sharding
@@ -42,70 +41,41 @@ class Teacher:
     embed_dim: int  # width of the teacher
     vocabulary: int  # tokens of the policy; a larger teacher's other tokens are left out
 
-    def streams(self, dtype: DTypeLike) -> dict[str, tuple[int, DTypeLike]]:
-        """Length and type of the vector that is stored for each token, by name."""
-        return {HIDDEN: (self.embed_dim, dtype)}
-
-    def vocabulary_of(self, table: jax.Array) -> jax.Array:
-        """Returns the rows of the teacher's output embedding that the policy has tokens for."""
-        return table if len(table) == self.vocabulary else table[: self.vocabulary]
-
     def shapes(
         self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike
     ) -> RowBatch:
         """Adds the shapes of a comparison's arrays; table: that of the teacher's output
         embedding."""
 
-        def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-            shape = (*rows.tokens.shape, length)
-            place = sharding(("batch", "seq", "seq"), shape)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-        streams = {name: vectors(*one) for name, one in self.streams(dtype).items()}
+        shape = (*rows.tokens.shape, self.embed_dim)
+        place = sharding(("batch", "seq", "seq"), shape)
+        hidden = {HIDDEN: jax.ShapeDtypeStruct(shape, dtype, sharding=place)}
         shape = (self.vocabulary, self.embed_dim)
         place = sharding(("vocab", "embed"), shape)
         constants = {TABLE: jax.ShapeDtypeStruct(shape, table.dtype, sharding=place)}
-        return rows.replace(streams=rows.streams | streams, constants=constants)
+        return rows.replace(streams=rows.streams | hidden, constants=constants)
 
 
-@dataclass(frozen=True)
-class FrozenComparer:
-    """Adds to a batch what a teacher finds of each token: an algorithms.algorithm.Comparer.
+def with_hidden_states(
+    scorer: Scorer, table: jax.Array, batch: Batch, seen: Batch | None = None
+) -> Batch:
+    """Adds to a batch what a teacher finds of each token: Policy.compare of an algorithm.
+
+    scorer: a batch -> hidden states of the teacher [B, T, K]. table: its output embedding, of the
+    tokens that the policy has. seen: the same completions as the teacher reads them, after other
+    prompts; None: as they are. Raises ValueError if another number of tokens counts in a sequence
+    of it.
     Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence."""
-
-    params: Params  # weights of the teacher, on the mesh, never donated
-    table: jax.Array  # its output embedding
-    rows: RowLayout  # layout of its batches
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable[..., Any]
-
-    def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
-        """The batch with streams and constants of the comparison.
-
-        seen: the same completions as the teacher reads them, after other prompts; None: as they
-        are. Raises ValueError if another number of tokens counts in a sequence of it."""
-        # Other fields of a batch would only make another program.
-        read = batch if seen is None else seen
-        read = Batch(read.tokens, read.token_mask, read.loss_weight)
-        laid_out, layout = self.rows.lay_out(read)
-        streams = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
-        streams = {name: realigned(values, read, batch) for name, values in streams.items()}
-        return batch.replace(streams=batch.streams | streams, constants={TABLE: self.table})
-
-    def compiled(self, batch: RowBatch) -> Callable[..., dict[str, jax.Array]]:
-        return self.program(self.params, batch)
+    read = batch if seen is None else seen
+    hidden_BTK = realigned(scorer(read), read, batch)
+    return batch.replace(
+        streams=batch.streams | {HIDDEN: hidden_BTK}, constants={TABLE: table}
+    )
 
 
-def description_program(
-    scores: Callable[..., Any],
-) -> Callable[..., dict[str, jax.Array]]:
-    """(params, batch in rows) -> the streams of a comparison, [R, W, K] each, of one micro-batch.
-    scores: those of the teacher, as policy.batch_scores with its settings."""
-
-    def head(before_RMD: jax.Array, *unused: Any) -> dict[str, jax.Array]:
-        return {HIDDEN: before_RMD}
-
-    return partial(scores, head=head)
+def hidden_states(before_RMD: jax.Array, *_: Any) -> jax.Array:
+    """A head of policy.batch_scores: the states that predict the tokens, as they are."""
+    return before_RMD
 
 
 def with_divergence(

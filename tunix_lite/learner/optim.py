@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tunix_lite.basics.errors import check_numbers
 from tunix_lite.basics.types import Params
 from tunix_lite.models.weights import Table, Weight
 
@@ -25,13 +26,6 @@ DIMS = (Matrix, optax.MaskedNode)
 LEAST_RMS = 1e-3
 # settings that `describe` has words for
 DESCRIBED = ("learning_rate", "schedule", "scale_lr_with_devices", "max_grad_norm")
-# the least value of settings, of whatever optimizer has them
-LEAST = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"), 0),
-    "clip_rms": 0,
-    "min_dim_to_factor": 2,
-    "ns_steps": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -65,24 +59,17 @@ class LearningRateConfig:
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
-        values = {
-            name: value for name, value in vars(self).items() if isinstance(value, float | int)
-        }
-        for name, least in LEAST.items():
-            if values.get(name, least) < least:
-                limit = f"be at least {least}" if least else "not be negative"
-                raise ValueError(f"{name}={values[name]} must {limit}")
-        for name in ("eps", "rms"):
-            if values.get(name, 1) <= 0:
-                raise ValueError(f"{name}={values[name]} must be above 0")
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= values.get(name, 0) < 1:
-                raise ValueError(f"{name}={values[name]} must lie in [0, 1)")
-        if not 0 <= self.end_fraction <= 1:
-            raise ValueError(f"end_fraction={self.end_fraction} must lie in [0, 1]")
-        if not 0 < values.get("decay_rate", 1) <= 1:
-            raise ValueError(f"decay_rate={values['decay_rate']} must lie in (0, 1]")
-        if values.get("nesterov") and not values["momentum"]:
+        # of whatever optimizer has them
+        amounts = "learning_rate weight_decay max_grad_norm warmup_steps clip_rms"
+        check_numbers(self, amounts, lambda x: x == "auto" or x >= 0, "must not be negative")
+        check_numbers(self, "min_dim_to_factor", lambda x: x >= 2, "must be at least 2")
+        check_numbers(self, "ns_steps", lambda x: x >= 1, "must be at least 1")
+        check_numbers(self, "eps rms", lambda x: x > 0, "must be above 0")
+        decays = "beta1 beta2 momentum"
+        check_numbers(self, decays, lambda x: 0 <= x < 1, "must lie in [0, 1)")
+        check_numbers(self, "end_fraction", lambda x: 0 <= x <= 1, "must lie in [0, 1]")
+        check_numbers(self, "decay_rate", lambda x: 0 < x <= 1, "must lie in (0, 1]")
+        if getattr(self, "nesterov", False) and not self.momentum:
             raise ValueError("nesterov=true wants a momentum above 0")
 
 

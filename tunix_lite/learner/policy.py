@@ -1,8 +1,9 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch, in the update
 and where `collect` asks for log-probabilities: under frozen weights, or under today's."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.routes import replayed
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.vocabulary import token_scores
-from tunix_lite.parallel.compiling import compiled_once
+from tunix_lite.parallel.compiling import compiled_once, stopwatch
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 # training.mixed_precision -> the dtype of the computation
@@ -33,21 +34,28 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class _Rescore:
-    """A Rescorer. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
+    """A Scorer of weights that come with the batch.
+    Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     compiled: Callable[[Params, RowBatch], jax.stages.Compiled]
     # whether tokens take the experts that the sampler recorded
     replays: bool = False
+    # seconds of its calls are added up, under the name of a metric
+    metric: str = "time/rescore"
+    seconds: Counter = field(default_factory=Counter)
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
+        elapsed = stopwatch()
         # Other fields of a batch would only make another program.
         arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
         routes = batch.routes if self.replays else None
         read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
         laid_out, layout = self.rows.lay_out(read)
-        return layout.back(self.compiled(params, laid_out)(params, laid_out))
+        scores = layout.back(self.compiled(params, laid_out)(params, laid_out))
+        self.seconds[self.metric] += elapsed()
+        return scores
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ def make_policy(
     reference: Params | None = None,
     rows: RowLayout = ROWS,
     replays: bool = False,
+    seconds: Counter | None = None,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
@@ -131,28 +140,31 @@ def make_policy(
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
     frozen params of the KL term. rows: the layout where `collect` asks for scores. replays: there,
     tokens take the experts that were recorded, as they do in the update; then log-probabilities
-    differ by weights alone. scoring: settings of decoder.forward, such as `remat`.
+    differ by weights alone. seconds: gets those of scoring, by the name of their metric. scoring:
+    settings of decoder.forward, such as `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
     # one function for the update and for scorers, so that ratios are 1 where weights are equal
-    scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
+    of_tokens = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
 
     def numbers(params: Params, batch: RowBatch) -> TokenScores:
-        # those that a reward model gives the text up to each scored token, that itself included
-        meta = attention.meta_of_rows(batch)
-        hidden_RWD, routed = decoder.forward(params, cfg, batch.tokens, meta, dtype, **scoring)
-        numbers_RW = scalar_scores(params, hidden_RWD)
-        of_tokens = TokenScores(jnp.where(batch.loss_weight != 0, numbers_RW, 0.0), None)
-        if routed is not None:
-            of_tokens = with_expert_sums(of_tokens, routed, None, batch)
-        return of_tokens
+        def head(hidden_RMD: jax.Array, *_: Any) -> TokenScores:
+            return TokenScores(scalar_scores(params, hidden_RMD), None)
 
-    if cfg.output != "logits":
-        scores = numbers
+        # those that a reward model gives the text up to each scored token, that itself included
+        return of_tokens(params, batch, head=head, before=0)
+
+    scores = of_tokens if cfg.output == "logits" else numbers
     # compiled when it is called first, and again for other shapes or types
-    rescore = _Rescore(rows, compiled_once(scoring_program(scores, rows).lower), replays)
-    frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
+    program = compiled_once(scoring_program(scores, rows).lower)
+    rescore = _Rescore(
+        rows, program, replays, seconds=Counter() if seconds is None else seconds
+    )
+    frozen = {}
+    if reference is not None:
+        of_reference = replace(rescore, metric="time/reference")
+        frozen["reference"] = _FrozenScorer(reference, of_reference)
     return Policy(generate, scores, frozen, rescore)
 
 
@@ -164,13 +176,15 @@ def batch_scores(
     temperature: float,
     dtype: DTypeLike,
     head: Callable = token_scores,
+    before: int = 1,
     **forward: Any,
 ) -> TokenScores:
     """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
     [R, W, V] never exist.
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
-    [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
+    [R, M] or [R, M, K], comes back in rows. before: 0 reads the hidden state of each token itself,
+    which predicts what batch.streams has as its target. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
     routes = replayed(batch.routes, cfg)
     hidden_RWD, routed = decoder.forward(
@@ -190,9 +204,9 @@ def batch_scores(
         return rows.at[jnp.arange(R)[:, None], batch.scored].add(x_RM)
 
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
-    before_RMD = at_scored(hidden_RWD, batch, before=1)
-    targets_RM = at_scored(batch.tokens, batch)
-    table_VD = decoder.output_table(params, cfg)
+    before_RMD = at_scored(hidden_RWD, batch, before)
+    targets_RM = at_scored(batch.streams.get("targets", batch.tokens), batch)
+    table_VD = decoder.output_table(params, cfg) if cfg.output == "logits" else None
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     scores_RW = jax.tree.map(in_rows, scores_RM)
     if routed is not None:

@@ -60,8 +60,7 @@ def training_programs(
     if policy.values is not None:
         scorers["values"] = partial(policy.values.compiled, acting)
     for name in resolved.frozen_models:
-        scorer = policy.compare if resolved.compares(name) else policy.scorers[name]
-        scorers[name] = scorer.compiled
+        scorers[name] = policy.scorers[name].compiled
     for name, compile_it in scorers.items():
         is_frozen = name in resolved.frozen_models
         theirs = resolved.as_scorer(name) if is_frozen else resolved

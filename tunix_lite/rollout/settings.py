@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tunix_lite.basics.errors import check_numbers
 from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
 
 # The least temperature or top_p above 0; its inverse is the highest temperature. The devices
@@ -40,18 +41,14 @@ class GenerationConfig:
         least = LEAST_POSITIVE
         most = 1 / least
         temperatures = f"must be 0, or {least:g} to {most:g}"
-        rules = (
-            ("max_prompt_length", lambda x: x >= 1, "must be at least 1"),
-            ("max_new_tokens", lambda x: x >= 1, "must be at least 1"),
-            ("temperature", lambda x: not x or least <= x <= most, temperatures),
-            ("top_k", lambda x: x >= 0, "must not be negative"),
-            ("top_p", lambda x: least <= x <= 1, "must be above 0 and at most 1"),
-            ("min_p", lambda x: 0 <= x <= 1, "is a share, from 0 to 1"),
+        lengths = "max_prompt_length max_new_tokens"
+        check_numbers(self, lengths, lambda x: x >= 1, "must be at least 1")
+        check_numbers(self, "temperature", lambda x: not x or least <= x <= most, temperatures)
+        check_numbers(self, "top_k", lambda x: x >= 0, "must not be negative")
+        check_numbers(
+            self, "top_p", lambda x: least <= x <= 1, "must be above 0 and at most 1"
         )
-        for name, is_right, text in rules:
-            value = getattr(self, name)
-            if not is_right(value):
-                raise ValueError(f"{name}={value} {text}")
+        check_numbers(self, "min_p", lambda x: 0 <= x <= 1, "is a share, from 0 to 1")
 
         # What ends a completion.
         if not all(self.stop):
@@ -119,14 +116,10 @@ class RolloutConfig:
             if value not in choices:
                 *others, last = choices
                 raise ValueError(f"{name}={value!r}; it is {', '.join(others)} or {last}")
-        if self.num_slots is not None and self.num_slots < 1:
-            raise ValueError(
-                f"num_slots={self.num_slots} must be at least 1, or null to derive it"
-            )
-        if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} must be at least 1")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
+        rule = "must be at least 1, or null to derive it"
+        check_numbers(self, "num_slots", lambda x: x >= 1, rule)
+        check_numbers(self, "chunk", lambda x: x >= 1, "must be at least 1")
+        check_numbers(self, "max_staleness", lambda x: x >= 0, "must not be negative")
         if self.mesh_shape is None:
             return
         try:

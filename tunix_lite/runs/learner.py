@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from tunix_lite.algorithms.algorithm import Comparer, Rescorer, Scorer
 from tunix_lite.basics.errors import error_context
-from tunix_lite.basics.types import Batch, Params, RowBatch, TrainState, policy_part
+from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.learner.critic import with_critic
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
@@ -18,7 +17,7 @@ from tunix_lite.learner.policy import STORED, Policy
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.parallel.compiling import compiled_together, stopwatch
+from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.rollout import memory
@@ -81,30 +80,27 @@ class Learner:
         if self.resolved.converses:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens
 
-        # To learn from.
+        compile_it = partial(self.sampler.compile_ahead, params, **about)
+
+        # To learn from, and for the loss of held-out prompts, where the algorithm samples.
         calls = []
+        needs = run.algorithm.needs
+        count = run.algorithm.num_generations
         if self.overlap is not None:
             calls.append(partial(self.overlap.compile_ahead, self.sampler, params, **about))
-        elif not run.algorithm.needs.demonstrations:
-            num_prompts = self.resolved.batch.prompts * run.algorithm.needs.mini_batches
-            size = (num_prompts, run.algorithm.num_generations)
-            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
+        elif not needs.demonstrations:
+            num_prompts = self.resolved.batch.prompts * needs.mini_batches
+            calls.append(partial(compile_it, num_prompts, count))
+        if run.loss_examples and not needs.demonstrations:
+            calls.append(partial(compile_it, run.loss_examples, count))
 
         # To evaluate: greedy completions, and samples.
         settings = run.evaluation
-        compile_it = partial(
-            self.sampler.compile_ahead, params, settings.num_examples, **about
-        )
         if settings.num_examples:
-            calls.append(partial(compile_it, 1, temperature=0.0))
+            calls.append(partial(compile_it, settings.num_examples, 1, temperature=0.0))
         if settings.num_examples and settings.num_samples:
-            calls.append(
-                partial(compile_it, settings.num_samples, temperature=settings.temperature)
-            )
-        # And for the loss of held-out prompts, where the algorithm samples.
-        if run.loss_examples and not run.algorithm.needs.demonstrations:
-            size = (run.loss_examples, run.algorithm.num_generations)
-            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
+            size = (settings.num_examples, settings.num_samples)
+            calls.append(partial(compile_it, *size, temperature=settings.temperature))
         compiled_together(calls)
 
 
@@ -161,26 +157,24 @@ def build_learner(session: Session) -> Learner:
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
-    policy = policy_of(resolved, sampler, reference, frozen_models)
     # between two chunks a rollout can be given up, and the state is whole
-    between_chunks = session.stopping.check_between_chunks
+    generate = partial(sampler, between_chunks=session.stopping.check_between_chunks)
     seconds: Counter = Counter()
-    watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
-    watched = _timed(watched, seconds)
+    policy = policy_of(resolved, generate, reference, frozen_models, seconds)
     scorers = {}
     for name, settings in run.task.reward_models.items():
         called = f"reward_{name}"
         num_rows = resolved.as_scorer(called).batch.sequences
         read_with = (parts.task.text, parts.frozen_models[called])
         with error_context(run.scoring_models[called].where):
-            scorer = watched.scorers[called]
+            scorer = policy.scorers[called]
             scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
     if scorers:
         session.task = replace(session.task, scorers=scorers)
     return Learner(
         state=state,
         frozen=frozen,
-        policy=watched,
+        policy=policy,
         train_step=train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
@@ -236,41 +230,3 @@ def _state_at_start(
             style="red",
         )
     return state, skipped
-
-
-# the name of the comparer among the scorers
-TEACHER = "teacher"
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """A scorer that adds the seconds of each call to `seconds`, under the name of a metric.
-    Example: _Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows."""
-
-    name: str
-    scorer: Scorer | Comparer | Rescorer
-    seconds: Counter
-
-    def __call__(self, *arguments: Params | Batch) -> np.ndarray | Batch:
-        elapsed = stopwatch()
-        scored = self.scorer(*arguments)
-        self.seconds[self.name] += elapsed()
-        return scored
-
-    def compiled(self, *arguments: Params | RowBatch) -> jax.stages.Compiled:
-        return self.scorer.compiled(*arguments)
-
-
-def _timed(policy: Policy, seconds: Counter) -> Policy:
-    """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-
-    def timed(metric: str, scorer: Scorer | Comparer | Rescorer | None) -> _Timed | None:
-        return None if scorer is None else _Timed(metric, scorer, seconds)
-
-    return replace(
-        policy,
-        scorers={name: timed(f"time/{name}", x) for name, x in policy.scorers.items()},
-        rescore=timed("time/rescore", policy.rescore),
-        compare=timed(f"time/{TEACHER}", policy.compare),
-        values=timed("time/values", policy.values),
-    )

@@ -3,7 +3,7 @@ steps, chunks and tokens, never on the clock. A checkpoint holds the completions
 a resumed run learns from what it would have learned from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,9 +31,9 @@ from tunix_lite.tracking.checkpoint import Checkpoints
 Drawn = tuple[Policy, TaskInterface, list[dict]]
 
 
-class _BatchesInFlight:
+class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
     """The examples and prompts of each step that completions in flight belong to.
-    Example: `BatchesInFlight(session).prompts(3)`: 16 prompts."""
+    Example: `examples, prompts = _BatchesInFlight(session)[3]`: 16 of each."""
 
     def __init__(self, session: Session):
         algorithm = session.run.algorithm
@@ -41,27 +41,19 @@ class _BatchesInFlight:
         self.count = session.parts.batch.prompts * algorithm.needs.mini_batches
         self._updates = algorithm.updates_per_rollout
         self._session = session
-        self._drawn: dict[int, tuple[list[dict], Prompts]] = {}
 
-    def _of(self, step: int) -> tuple[list[dict], Prompts]:
-        if step not in self._drawn:
-            task = self._session.task
-            seed = self._session.run.seed % 2**32
-            examples = task.batch(self.count, seed, step // self._updates)
-            prompts = task.prompts(examples)
-            # a grader takes neighbours that are one object for one group
-            self._drawn[step] = [dict(example) for example in examples], prompts
-        return self._drawn[step]
+    def __missing__(self, step: int) -> tuple[list[dict], Prompts]:
+        task = self._session.task
+        seed = self._session.run.seed % 2**32
+        examples = task.batch(self.count, seed, step // self._updates)
+        # a grader takes neighbours that are one object for one group
+        self[step] = [dict(example) for example in examples], task.prompts(examples)
+        return self[step]
 
-    def examples(self, step: int) -> list[dict]:
-        return self._of(step)[0]
-
-    def prompts(self, step: int) -> Prompts:
-        return self._of(step)[1]
-
-    def forget(self, steps: set[int]) -> None:
-        """Keeps only the batches of these steps."""
-        self._drawn = {step: self._drawn[step] for step in self._drawn.keys() & steps}
+    def keep(self, steps: set[int]) -> None:
+        """Forgets the batches of all other steps."""
+        for step in self.keys() - steps:
+            del self[step]
 
 
 class _PartialRollouts:
@@ -104,15 +96,13 @@ class _PartialRollouts:
         waiting = [
             OpenCompletion(new, p, g)
             for new in new_steps
-            for p in range(len(self._batches.prompts(new)))
+            for p in range(self._batches.count)
             for g in range(self._generations)
         ]
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
-            (of, p): prompt
-            for of in steps
-            for p, prompt in enumerate(self._batches.prompts(of))
+            (of, p): prompt for of in steps for p, prompt in enumerate(self._batches[of][1])
         }
 
         # Sample until the update has its groups.
@@ -144,9 +134,9 @@ class _PartialRollouts:
         self._after = InFlight(left, max(last + self._updates, self._before.next_step))
 
         of_groups = [one.group for one in taken[:: self._generations]]
-        examples = [self._batches.examples(of)[p] for of, p in of_groups]
+        examples = [self._batches[of][0][p] for of, p in of_groups]
         # examples of steps that are over would stay for ever
-        self._batches.forget({one.step for one in left})
+        self._batches.keep({one.step for one in left})
         generation = self._sampler.generation
         in_order = [prompts[group] for group in of_groups]
         rollout = rollout_of(taken, in_order, generation, self._pad_id, {})
@@ -245,18 +235,6 @@ class _TaskInHand:
         """Returns None: the environments have answered already."""
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """A whole rollout that waits for its update, with its grades on the way. Example: the batch of
-    step 3, sampled in step 2: Sampled(3, 2, rollout, grader)."""
-
-    step: int
-    # updates made before it was sampled
-    version: int
-    rollout: Rollout
-    grader: Any
-
-
 class _OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
@@ -278,10 +256,10 @@ class _OneStepOffPolicy:
         self._batches = _BatchesInFlight(session)
         self._seed_key = jax.random.key(run.seed)
         # the rollout that waits for its update, and the one before; None: there is none
-        self._after: _Sampled | None = None
-        self._before: _Sampled | None = None
+        self._after: RolloutInFlight | None = None
+        self._before: RolloutInFlight | None = None
         # samples the rest of the rollout that was begun beside this update
-        self._under_way: Callable[[], _Sampled] | None = None
+        self._under_way: Callable[[], RolloutInFlight] | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
@@ -291,15 +269,12 @@ class _OneStepOffPolicy:
             grader = self._task.grader(self._repeated(start.step), self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
-            self._after = _Sampled(start.step, start.version, start.rollout, grader)
-            self._before = self._after
+            self._before = self._after = replace(start, grader=grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
-        if held is None:
-            return InFlight([], step).as_arrays()
-        return RolloutInFlight(held.step, held.version, held.rollout).as_arrays()
+        return (held or InFlight([], step)).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
         """See PartialRollouts."""
@@ -316,8 +291,8 @@ class _OneStepOffPolicy:
         following = step + self._updates
         # before the update, which donates the weights that it samples with
         self._under_way = self._start_rollout(following, step, policy, params)
-        examples = self._batches.examples(step)
-        self._batches.forget({following})
+        examples, _ = self._batches[step]
+        self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
         drawn = _handed_out(policy, rollout, is_graded=True)
@@ -340,7 +315,7 @@ class _OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> Callable[[], _Sampled]:
+    ) -> Callable[[], RolloutInFlight]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end. Returns what
         samples the rest."""
@@ -349,7 +324,7 @@ class _OneStepOffPolicy:
         repeated = self._repeated(step)
         grader = self._task.grader(repeated, self._generations)
         options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
-        arguments = (params, self._batches.prompts(step), key, self._generations)
+        arguments = (params, self._batches[step][1], key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, **options)
         else:
@@ -358,19 +333,19 @@ class _OneStepOffPolicy:
         next(steps)
         until_update = elapsed()
 
-        def sampled() -> _Sampled:
+        def sampled() -> RolloutInFlight:
             elapsed = stopwatch()
             rollout = to_the_end(steps)
             seconds = {"time/rollout": until_update, "time/rollout_beside_update": elapsed()}
             versions = np.where(rollout.completion_mask, version, -1).astype(np.int32)
             rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-            return _Sampled(step, version, rollout, grader)
+            return RolloutInFlight(step, version, rollout, grader)
 
         return sampled
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""
-        examples = self._batches.examples(step)
+        examples, _ = self._batches[step]
         return [example for example in examples for _ in range(self._generations)]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk, check_place
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
-from tunix_lite.basics.errors import ConfigError, error_context
+from tunix_lite.basics.errors import ConfigError, check_numbers, error_context
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import check_seed
@@ -52,16 +52,6 @@ CHOICES = {
     "tp_reduce_dtype": ("float32", "bfloat16"),
     "best_is": ("auto", "highest", "lowest"),
 }
-
-
-def _check_numbers(
-    settings: object, names: str, is_right: Callable[[Any], bool], rule: str
-) -> None:
-    """Raises ValueError, with the rule, for the first of these settings that breaks it."""
-    for name in names.split():
-        value = getattr(settings, name)
-        if value is not None and not is_right(value):
-            raise ValueError(f"{name}={value} {rule}")
 
 
 @dataclass(frozen=True)
@@ -112,9 +102,9 @@ class TrainingConfig:
             "prompts_per_step micro_batch_size gradient_accumulation_steps micro_batch_tokens"
         )
         rule = "must be at least 1, or null to derive it"
-        _check_numbers(self, sizes, lambda x: x >= 1, rule)
+        check_numbers(self, sizes, lambda x: x >= 1, rule)
         rule = "must be at least 1, or null to go on"
-        _check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
+        check_numbers(self, "early_stopping_patience", lambda x: x >= 1, rule)
         if self.last_batch == "keep" and self.epochs is None:
             raise ValueError(
                 "last_batch=keep is about the end of an epoch; give training.epochs"
@@ -123,14 +113,14 @@ class TrainingConfig:
             object.__setattr__(self, "max_steps", 60)
         counts = "max_steps epochs log_interval_steps keep_checkpoints sync_gradients_every"
         rule = "must be at least 1"
-        _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
+        check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
         rule = "must be above 0, or null for no limit"
-        _check_numbers(self, "max_minutes max_sampler_gap", lambda x: x > 0, rule)
+        check_numbers(self, "max_minutes max_sampler_gap", lambda x: x > 0, rule)
         rule = "must be above 0; most clusters give 30"
-        _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
+        check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
         counts = "save_interval_steps keep_best_checkpoints"
         counts += " router_aux_loss_coef router_z_loss_coef"
-        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         is_lower_better(self.best_metric, self.best_is)
 
         # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
@@ -195,7 +185,7 @@ class EvaluationConfig:
 
     def __post_init__(self):
         counts = "num_examples interval_steps num_samples loss_examples"
-        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature={self.temperature} must be above 0: at 0 every sample is the greedy "
@@ -218,7 +208,7 @@ class TrackingConfig:
 
     def __post_init__(self):
         counts = "samples_interval_steps samples_shown"
-        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.console not in ("plain", "quiet"):
             raise ValueError(f"console={self.console!r} is one of plain, quiet")
 

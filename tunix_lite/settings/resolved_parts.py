@@ -2,6 +2,7 @@
 update. A plan and a run make them alike."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,11 @@ import optax
 
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.basics.types import Params, RowBatch, TrainState, policy_part
-from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
+from tunix_lite.learner.comparison import (
+    hidden_states,
+    with_divergence,
+    with_hidden_states,
+)
 from tunix_lite.learner.critic import both_optimizers, token_values, with_values
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import Policy, make_policy, on_every_device
@@ -144,10 +149,12 @@ def policy_of(
     generate: Generate | None = None,
     reference: Params | None = None,
     frozen_models: dict[str, Params] | None = None,
+    seconds: Counter | None = None,
 ) -> Policy:
     """The run's policy. generate: how it samples, None where it only scores. reference: the frozen
     params of the KL term, None where there is none or it is not loaded. frozen_models: those of the
-    algorithm, which become scorers by their names; None where they are not loaded."""
+    algorithm, which become scorers by their names; None where they are not loaded. seconds: gets
+    those of scoring, as of make_policy."""
     training = resolved.run.training
     policy = make_policy(
         resolved.cfg,
@@ -157,6 +164,7 @@ def policy_of(
         reference,
         resolved.rows,
         resolved.replays_routes,
+        seconds,
         remat=training.remat,
         attend=attention.IMPLEMENTATIONS[resolved.attention],
         reduce_dtype=jnp.dtype(training.reduce_dtype),
@@ -164,19 +172,21 @@ def policy_of(
         tokamax=training.expert_kernels == "tokamax",
         scan_layers=training.scan_layers,
     )
-    others = {
-        name: policy_of(resolved.as_scorer(name), reference=params).scorers["reference"]
-        for name, params in (frozen_models or {}).items()
-    }
-    policy = replace(policy, scorers={**policy.scorers, **others})
+    scorers = dict(policy.scorers)
+    for name, params in (frozen_models or {}).items():
+        theirs = policy_of(resolved.as_scorer(name), reference=params, seconds=seconds)
+        scorer = theirs.scorers["reference"]
+        rescore = replace(scorer.rescore, metric=f"time/{name}")
+        if resolved.compares(name):
+            describe = description_of(resolved, name)
+            rescore = replace(rescore, compiled=compiled_once(describe.lower))
+        scorers[name] = replace(scorer, rescore=rescore)
+    policy = replace(policy, scorers=scorers)
     if (critic := resolved.needs.critic) is not None:
         of_rows = partial(token_values, policy.scores, critic)
-        program = on_every_device(of_rows, resolved.rows)
-        policy = replace(
-            policy,
-            scores=with_values(policy.scores, critic),
-            values=replace(policy.rescore, compiled=compiled_once(program.lower)),
-        )
+        program = compiled_once(on_every_device(of_rows, resolved.rows).lower)
+        values = replace(policy.rescore, compiled=program, metric="time/values")
+        policy = replace(policy, scores=with_values(policy.scores, critic), values=values)
     if (teacher := resolved.teacher) is None:
         return policy
 
@@ -187,20 +197,16 @@ def policy_of(
     if frozen_models is None:
         return policy
     name = teacher.comparison.model
-    params = frozen_models[name]
-    cfg = resolved.frozen_models[name].cfg
-    table = teacher.vocabulary_of(decoder.output_table(params, cfg))
-    describe = description_of(resolved, name)
-    rows = policy.scorers[name].rescore.rows
-    comparer = FrozenComparer(params, table, rows, compiled_once(describe.lower))
-    return replace(policy, compare=comparer)
+    table = decoder.output_table(frozen_models[name], resolved.frozen_models[name].cfg)
+    # a larger teacher's other tokens are left out
+    table = table if len(table) == teacher.vocabulary else table[: teacher.vocabulary]
+    return replace(policy, compare=partial(with_hidden_states, scorers[name], table))
 
 
 def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
-    """Builds the program that records the teacher's distributions of a batch in rows."""
+    """Builds the program that records the teacher's hidden states of a batch in rows."""
     theirs = resolved.as_scorer(name)
-    describe = description_program(policy_of(theirs).scores)
-    return on_every_device(describe, theirs.rows)
+    return on_every_device(partial(policy_of(theirs).scores, head=hidden_states), theirs.rows)
 
 
 def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:

@@ -149,14 +149,13 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
     ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
-    return {
+    metrics = {
         "completions/correct": float(np.mean(right_B)),
-        "completions/mean_length": float(lengths_B.mean()),
-        "completions/min_length": int(lengths_B.min()),
-        "completions/max_length": int(lengths_B.max()),
         "completions/truncated": float(1 - finished_B.mean()),
         "completions/eos": float(ended_by_eos_B.mean()),
-        "completions/mean_terminated_length": float(ended.mean()),
-        "completions/min_terminated_length": int(ended.min()),
-        "completions/max_terminated_length": int(ended.max()),
     }
+    for name, lengths in {"length": lengths_B, "terminated_length": ended}.items():
+        metrics[f"completions/mean_{name}"] = float(lengths.mean())
+        metrics[f"completions/min_{name}"] = int(lengths.min())
+        metrics[f"completions/max_{name}"] = int(lengths.max())
+    return metrics

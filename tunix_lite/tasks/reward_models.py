@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tunix_lite.basics.types import Batch
+from tunix_lite.basics.types import Batch, left_padded
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.source import FoundModel, TeacherConfig
@@ -113,7 +113,7 @@ class RewardScorer:
             width = NARROWEST
             while width < len(part[-1][0]):
                 width *= 2
-            tokens, mask = left_padded([ids for ids, *_ in part], min(width, self.longest), 0)
+            tokens, mask = left_padded([ids for ids, *_ in part], min(width, self.longest))
             last = np.zeros(tokens.shape, np.float32)
             last[:, -1] = 1
             scores = self.scorer(Batch(tokens=tokens, token_mask=mask, loss_weight=last))
@@ -126,15 +126,3 @@ class RewardScorer:
                     why = f"{length} tokens, more than max_length={self.longest}"
                     outcomes[i] = Outcome("", Score(score, "cut", why))
         return outcomes
-
-
-def left_padded(
-    rows: Sequence[list[int]], width: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """tokens and token_mask [B, width]: each row ends in the last column."""
-    tokens = np.full((len(rows), width), pad_id, np.int32)
-    mask = np.zeros((len(rows), width), bool)
-    for i, ids in enumerate(rows):
-        tokens[i, width - len(ids) :] = ids
-        mask[i, width - len(ids) :] = True
-    return tokens, mask

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.basics.plain_text import shortened
-from tunix_lite.basics.types import Graded, Prompts, Rollout
+from tunix_lite.basics.types import Graded, Prompts, Rollout, left_padded
 from tunix_lite.environments.environment import missing_method
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
@@ -49,7 +49,7 @@ from tunix_lite.tasks.processes import (
     shared_errors,
 )
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
-from tunix_lite.tasks.reward_models import RewardScorer, left_padded
+from tunix_lite.tasks.reward_models import RewardScorer
 from tunix_lite.tasks.sources import (
     SPLITS,
     NextThatFits,

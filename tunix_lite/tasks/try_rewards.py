@@ -9,7 +9,6 @@ from functools import partial
 from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import Pool, RewardsConfig, check_portable
-from tunix_lite.workers.process import Outcome
 
 # The second one has the marks that rewards look for. A function that fails on both fails on all.
 COMPLETIONS = (
@@ -46,25 +45,16 @@ def failing_functions(
     own = replace(settings, on_error="zero", workers=1, timeout=limit)
     texts = [CompletionText(text, len(text.split())) for text in COMPLETIONS]
     groups = set(config.group_names)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in called}
-
+    failures = []
     # A worker that does not start says so when the run itself needs one.
     with suppress(ValueError, TimeoutError), closing(Pool(called, own)) as pool:
-        for text in texts:
-            calls = [
-                (
-                    name,
-                    pool.submit([text] * group if name in groups else text, example, [name]),
-                )
-                for name in called
+        for name in called:
+            shown = [[text] * group if name in groups else text for text in texts]
+            outcomes = [
+                pool.submit(completions, example, [name]).result(SECONDS)[name]
+                for completions in shown
             ]
-            for name, future in calls:
-                outcomes[name].append(future.result(SECONDS)[name])
-        failed = [
-            name for name in outcomes if all(kind in FOR_GOOD for kind, _ in outcomes[name])
-        ]
-        shown = {name: [texts[0]] * group if name in groups else texts[0] for name in failed}
-        return "; ".join(
-            pool.describe_failure(name, outcomes[name][0], shown[name]) for name in failed
-        )
+            if all(kind in FOR_GOOD for kind, _ in outcomes):
+                failures.append(pool.describe_failure(name, outcomes[0], shown[0]))
+        return "; ".join(failures)
     return ""

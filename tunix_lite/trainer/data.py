@@ -142,6 +142,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
                 tokens=ids["tokens"],
                 token_mask=mask,
                 loss_weight=mask.astype(np.float32),
+                is_scored=mask,
                 segment_ids=mask.astype(np.int32),
                 positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
                 streams={"targets": ids["targets"], **values},

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.basics.types import Metrics, Params, RowBatch, TokenScores, TrainState
+from tunix_lite.basics.types import Metrics, Params, RowBatch, TrainState
 from tunix_lite.learner.micro_batches import Sums
 from tunix_lite.learner.optim import Optimizer, make_optimizer
 from tunix_lite.learner.update import TrainStep, apply_for, widen
-from tunix_lite.models import attention, decoder
-from tunix_lite.models.lora import LoraConfig, acting_params
-from tunix_lite.models.vocabulary import token_scores
+from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.trainer.losses import TokenLoss
@@ -27,26 +25,6 @@ from tunix_lite.trainer.losses import TokenLoss
 _MOST_KEPT = 32
 # (params, frozen, number of the update, batch in rows) -> (gradients, metrics)
 Gradients = Callable[[Params, Params | None, jax.Array, RowBatch], Sums]
-
-
-def target_scores(
-    params: Params,
-    batch: RowBatch,
-    *,
-    cfg: decoder.Architecture,
-    dtype: type,
-    **forward: Any,
-) -> TokenScores:
-    """The scores of batch.streams["targets"], [R, W] float32, 0 where a row holds nothing."""
-    meta = attention.meta_of_rows(batch)
-    hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)[0]
-    table_VD = decoder.output_table(params, cfg)
-    # A datum says its targets itself: they need not be the next tokens.
-    targets_RW = batch.streams["targets"]
-    scores = token_scores(hidden_RWD, table_VD, targets_RW, cfg.final_softcap, 1.0)
-    return jax.tree.map(
-        lambda x_RW: jnp.where(batch.token_mask, x_RW, jnp.zeros((), x_RW.dtype)), scores
-    )
 
 
 @jax.jit
@@ -72,7 +50,7 @@ class TrainerPrograms:
     """What a trainer has compiled.
     Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None)."""
 
-    policy: Policy  # whose scores are `target_scores`
+    policy: Policy  # whose scores are those of the targets of data
     seed: int  # of rounding
     max_steps: int = 1  # of the schedule of a run
     # of the gradients, by platform
@@ -101,14 +79,8 @@ class TrainerPrograms:
         self, loss: TokenLoss, lora: LoraConfig | None
     ) -> Callable[[Params, Params | None, RowBatch], Metrics]:
         """(params, frozen, batch in rows) -> the metrics that `gradients` gives."""
-
-        def losses(params: Params, frozen: Params | None, batch: RowBatch) -> Metrics:
-            scores = self.policy.scores(acting_params(frozen, params, lora), batch)
-            total, metrics = loss.loss(scores, batch)
-            entropy = jnp.sum(batch.loss_weight * scores.entropy)
-            return {"train/loss": total, "train/entropy": entropy, **metrics}
-
-        return self.once("losses", (loss, lora), lambda: jax.jit(losses))
+        step = TrainStep(self.policy, loss, None, lora, self.seed)
+        return self.once("losses", (loss, lora), lambda: jax.jit(step.metrics))
 
     def optimizer(
         self, cfg: Optimizer, table: Table | None, state: TrainState

@@ -4,14 +4,14 @@ share it, and the weights of the base; each attaches its adapters."""
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import Params, check_seed
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
-from tunix_lite.models.lora import LoraConfig
-from tunix_lite.models.weights import Lora
+from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
@@ -135,20 +135,11 @@ class SamplingEngine:
                 self._base = self._prepare_named(frozen)
             prepared = self._base
         if frozen is not None and params is not None:
-
-            def with_adapters(base: Params, mine: Params) -> Params:
-                return base | {
-                    name: Lora(
-                        base[name], pair["a"], pair["b"], None, lora.scale, lora.dropout
-                    )
-                    for name, pair in mine.items()
-                }
-
             adapters = self._prepare_named(params)
-            both = {"layers": list(map(with_adapters, prepared["layers"], adapters["layers"]))}
+            with_lora = partial(attach, lora=lora)
+            both = {"layers": list(map(with_lora, prepared["layers"], adapters["layers"]))}
             if "per_layer" in adapters:
-                own = with_adapters(prepared["per_layer"], adapters["per_layer"])
-                both["per_layer"] = own
+                both["per_layer"] = with_lora(prepared["per_layer"], adapters["per_layer"])
             prepared = prepared | both
         if self._engine is None:
             self._engine = live_engine(

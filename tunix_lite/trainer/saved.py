@@ -4,7 +4,6 @@ holds."""
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,26 +22,20 @@ _HALF = f"{KIND}.tmp"
 _MADE_ALIKE = "load it into a client that is made like that"
 
 
-@dataclass(frozen=True)
-class _SavedKind:
-    """What a folder holds."""
-
-    model: str  # model.weights of the base
-    # 0: all weights
-    rank: int
-    alpha: float
-    targets: str
-    optimizer: bool  # whether the state of the optimizer is there, too
+# what a folder holds: model.weights of the base; rank (0: all weights), alpha and targets of
+# adapters; and whether the state of the optimizer is there, too
+Kind = dict[str, str | int | float | bool]
 
 
-def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> _SavedKind:
+def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> Kind:
     """What a client with these adapters saves."""
-    if lora is None:
-        return _SavedKind(model, 0, 0.0, "", optimizer)
-    return _SavedKind(model, lora.rank, lora.alpha, lora.targets, optimizer)
+    adapters: Kind = {"rank": 0, "alpha": 0.0, "targets": ""}
+    if lora is not None:
+        adapters = {name: getattr(lora, name) for name in adapters}
+    return {"model": model, **adapters, "optimizer": optimizer}
 
 
-def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
+def save_state(folder: Path, state: TrainState, kind: Kind) -> None:
     """Saves the state as checkpoint `state.step` of the folder. Raises ValueError if it holds
     something else."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,21 +51,21 @@ def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
         raise ValueError(f"{folder} holds step {step} already; save to another folder")
     half = folder / _HALF
     # The kind is there before the checkpoint: weights whose kind nobody knows cannot be loaded.
-    half.write_text(json.dumps(asdict(kind)) + "\n")
+    half.write_text(json.dumps(kind) + "\n")
     os.replace(half, folder / KIND)
-    if not kind.optimizer:
+    if not kind["optimizer"]:
         state = state.replace(opt_state={})
     with contextlib.closing(checkpoints):
         checkpoints.save(state)
 
 
-def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
+def load_state(folder: Path, like: TrainState, kind: Kind) -> TrainState:
     """The newest checkpoint of the folder, without its optimizer if `kind` has none. Raises
     ValueError."""
-    if not kind.optimizer:
+    if not kind["optimizer"]:
         step, params = load_trained(folder, shapes_of(like.params), kind)
         return like.replace(step=put(np.int32(step)), params=params)
-    if not _check_kind(folder, kind, _MADE_ALIKE).optimizer:
+    if not _check_kind(folder, kind, _MADE_ALIKE)["optimizer"]:
         raise ValueError(
             f"{folder} was saved without its optimizer; load it with optimizer=False"
         )
@@ -80,7 +73,7 @@ def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
         return checkpoints.restore(like)
 
 
-def load_trained(folder: Path, like: Params, kind: _SavedKind) -> tuple[int, Params]:
+def load_trained(folder: Path, like: Params, kind: Kind) -> tuple[int, Params]:
     """(step, the weights that train) of the newest checkpoint. like: their shapes. Raises
     ValueError."""
     _check_kind(folder, kind, _MADE_ALIKE)
@@ -88,25 +81,25 @@ def load_trained(folder: Path, like: Params, kind: _SavedKind) -> tuple[int, Par
         return checkpoints.restore_params(like)
 
 
-def read_kind(folder: Path) -> _SavedKind:
+def read_kind(folder: Path) -> Kind:
     """What a folder holds. Raises ValueError if its file is damaged."""
     if not (folder / KIND).exists():
         raise ValueError(f"{folder} holds nothing that a client of a Trainer has saved")
-    values = read_object(folder / KIND)
-    types = {"model": str, "rank": int, "alpha": float, "targets": str, "optimizer": bool}
-    if set(values) != set(types) or any(type(values[k]) is not t for k, t in types.items()):
-        raise ValueError(f"{folder / KIND} is damaged: {shown(values)}")
-    return _SavedKind(**values)
+    kind = read_object(folder / KIND)
+    types = {name: type(value) for name, value in kind_of("", None, True).items()}
+    if {name: type(value) for name, value in kind.items()} != types:
+        raise ValueError(f"{folder / KIND} is damaged: {shown(kind)}")
+    return kind
 
 
-def _check_kind(folder: Path, kind: _SavedKind, remedy: str) -> _SavedKind:
+def _check_kind(folder: Path, kind: Kind, remedy: str) -> Kind:
     """What the folder holds. Raises ValueError if this client's weights are of another kind."""
     saved = read_kind(folder)
     # another optimizer is no obstacle: its state may be left out
     differ = [
-        f"{name} is {shown(getattr(saved, name))} there and {shown(getattr(kind, name))} here"
-        for name in ("model", "rank", "alpha", "targets")
-        if getattr(saved, name) != getattr(kind, name)
+        f"{name} is {shown(saved[name])} there and {shown(value)} here"
+        for name, value in kind.items()
+        if name != "optimizer" and saved[name] != value
     ]
     if differ:
         raise ValueError(f"{folder} holds other weights: {'; '.join(differ)}; {remedy}")

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.types import (
     Metrics,
@@ -34,7 +34,7 @@ from tunix_lite.basics.types import (
 )
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
-from tunix_lite.learner.policy import DTYPES, STORED
+from tunix_lite.learner.policy import DTYPES, STORED, batch_scores
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
@@ -43,14 +43,13 @@ from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.settings.resolved_run import with_defaults
+from tunix_lite.settings.resolved_run import trained_architecture, with_defaults
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.programs import (
     TrainerPrograms,
     add_gradients,
     optimizer_of_client,
-    target_scores,
 )
 from tunix_lite.trainer.sampling import Sample, SampleSettings, SamplingEngine, as_settings
 from tunix_lite.trainer.saved import (
@@ -97,16 +96,24 @@ class Weights:
         self.trainer = trainer
         self.lora = lora
         self.seed = seed
-        self._params: Params | None = params
-        # stands for the weights as they are now, for the sampler
-        self._owner = object()
+        self._take(TrainState(put(np.int32(0)), params, {}))
         self._calls = 0
+
+    def _take(self, state: TrainState) -> None:
+        self._state: TrainState | None = state
+        # Stands for these weights: by it the sampler sees that it has others.
+        self._owner = object()
+
+    @property
+    def state(self) -> TrainState:
+        """The step, the weights that train and the optimizer's state. An update donates it."""
+        self.check_open()
+        return self._state
 
     @property
     def params(self) -> Params:
         """What trains, on the mesh: adapters, or all weights. The next update donates it."""
-        self.check_open()
-        return self._params
+        return self.state.params
 
     @property
     def frozen(self) -> Params | None:
@@ -115,7 +122,7 @@ class Weights:
 
     def check_open(self) -> None:
         """Raises ValueError after `close`."""
-        if self._params is None:
+        if self._state is None:
             raise ValueError("this client was closed")
 
     @_locked
@@ -145,10 +152,10 @@ class Weights:
         self._calls += 1
         engine = self.trainer.engine
         # the base of the trainer, if it is there, which sampling reads as it is
-        if self._params is self.trainer.__dict__.get("base"):
-            engine.use(self._owner, self._params, None, None)
+        if self.params is self.trainer.__dict__.get("base"):
+            engine.use(self._owner, self.params, None, None)
         else:
-            engine.use(self._owner, self.frozen, self._params, self.lora)
+            engine.use(self._owner, self.frozen, self.params, self.lora)
         for p, how in enumerate(each):
             if how.seed is None:
                 each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
@@ -176,7 +183,7 @@ class Weights:
         """Runs each part of the data, and puts together what they give. run: None: the losses."""
         if run is None:
             program = self.trainer.programs.losses(loss, self.lora)
-            run = partial(program, self._params, self.frozen)
+            run = partial(program, self.params, self.frozen)
         cfg = self.trainer.cfg
         check_data(data, loss.needs, cfg.vocab_size, cfg.max_positions)
         totals = {"train/loss": 0.0, "train/entropy": 0.0}
@@ -193,7 +200,7 @@ class Weights:
 
     def close(self) -> None:
         """Frees the weights. A second call does nothing."""
-        self._params = None
+        self._state = None
 
 
 class TrainingClient(Weights):
@@ -208,21 +215,14 @@ class TrainingClient(Weights):
         self._table = trainer.trained_table(lora)
         fresh = optimizer_of_client(self._optimizer, self._table)
         # its first step may come with other numbers: of the same kind, their states are alike
-        self._opt_state = init_opt_state(fresh, params)
-        self._step = put(np.int32(0))
+        self._take(self.state.replace(opt_state=init_opt_state(fresh, params)))
         self._grads: Params | None = None
         self._loss = 0.0
 
     @property
     def step(self) -> int:
         """Calls of optim_step so far, those of a loaded checkpoint included."""
-        return int(self._step)
-
-    @property
-    def state(self) -> TrainState:
-        """The step, the weights that train and the optimizer's state. An update donates it."""
-        self.check_open()
-        return TrainState(self._step, self._params, self._opt_state)
+        return int(self.state.step)
 
     @_locked
     def forward(
@@ -249,10 +249,10 @@ class TrainingClient(Weights):
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
         loss_of_tokens = token_loss(loss, settings or {})
-        program = self.trainer.programs.gradients(loss_of_tokens, self.lora, self._params)
+        program = self.trainer.programs.gradients(loss_of_tokens, self.lora, self.params)
 
         def run(rows: RowBatch) -> Metrics:
-            grads, metrics = program(self._params, self.frozen, self._step, rows)
+            grads, metrics = program(self.params, self.frozen, self.state.step, rows)
             sums.append(grads if not sums else add_gradients(sums.pop(), grads))
             return metrics
 
@@ -318,18 +318,11 @@ class TrainingClient(Weights):
         self._take(state)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
-    def _take(self, state: TrainState) -> None:
-        self._step = state.step
-        self._params = state.params
-        self._opt_state = state.opt_state
-        # By its owner the sampler sees that it has old weights.
-        self._owner = object()
-
     @_locked
     def snapshot(self) -> Weights:
         """A sampler with a copy of what trains as it is now."""
         # a copy, as the next update donates what trains
-        params = jax.tree.map(lambda x: x.copy(), self._params)
+        params = jax.tree.map(lambda x: x.copy(), self.params)
         return Weights(self.trainer, params, self.lora, self.seed)
 
     @_locked
@@ -360,7 +353,6 @@ class TrainingClient(Weights):
         """Frees weights, gradients and the optimizer's state. A second call does nothing."""
         super().close()
         self._grads = None
-        self._opt_state = None
         if self.trainer.client_of_all_weights is self:
             self.trainer.client_of_all_weights = None
 
@@ -384,11 +376,11 @@ class Trainer:
             raise ConfigError("Trainer runs in one process; run_training.py spans several")
         with error_context(""):
             self.found = source.download(source.locate(run.model))
+            self.cfg = trained_architecture(run.model, self.found.cfg, Needs())
         with error_context("model.mesh_shape"):
             self.mesh = make_mesh(run.model.mesh_shape)
             set_rules(run.sharding)
             source.check_mesh(self.found, self.mesh)
-        self.cfg = self.found.cfg
         platform = self.mesh.devices.flat[0].platform
         self.run, _ = with_defaults(run, self.cfg, self.found.lora, platform)
         self.tokenizer = self.found.tokenizer
@@ -410,9 +402,11 @@ class Trainer:
                 training.attention, self.cfg, platform, self.dtype, longest, False
             )
         scores = partial(
-            target_scores,
+            batch_scores,
             cfg=self.cfg,
+            temperature=1.0,
             dtype=self.dtype,
+            before=0,
             remat=training.remat,
             attend=attention.IMPLEMENTATIONS[name],
             reduce_dtype=jnp.dtype(training.reduce_dtype),
@@ -487,8 +481,8 @@ class Trainer:
             folder = Path(path).absolute()
             kind = read_kind(folder)
             lora = None
-            if kind.rank:
-                adapters = {name: getattr(kind, name) for name in ("rank", "alpha", "targets")}
+            if kind["rank"]:
+                adapters = {name: kind[name] for name in ("rank", "alpha", "targets")}
                 lora = replace(self.run.model.lora, **adapters)
             storage = STORED[self.run.training.mixed_precision]
             if lora is None:
