@@ -25,10 +25,10 @@ from tunix_lite.distributed.join import (
     has_joined,
     hosts,
     initialise,
-    is_alone,
     is_first,
 )
 from tunix_lite.distributed.meeting import NotMet
+from tunix_lite.distributed.process_place import find_place
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
@@ -194,7 +194,7 @@ def join(run: RunConfig) -> None:
     with error_context(""):
         # can it be read?
         job_start_time(os.environ)
-        if "$" in folder and not is_alone(run.launch, os.environ):
+        if "$" in folder and not find_place(run.launch, os.environ).is_alone:
             # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
         ours = process_info(
