@@ -472,7 +472,7 @@ def test_weights_are_gathered_if_they_the_cache_and_the_prompts_fit_into_nine_te
 
     def chosen(params, **settings):
         how = (GenerationConfig(LONG, ROOM), RolloutConfig(**settings), 4, [(2, 2), (4, 1)])
-        return memory.choose_weights(params, cfg, jnp.float32, *how)
+        return memory.choose_weights(params, memory.SamplingMemory.here(cfg, jnp.float32, *how))
 
     assert chosen(None, weights="sharded") == ("sharded", "weights sharded, as rollout.weights says")
     assert chosen(None) == ("gathered", "each device has all weights, as fsdp is 1")

@@ -30,7 +30,6 @@ from tunix_lite.rollout.conversations import (
     ConversationScheduler,
     Partner,
     chunk_of_turns,
-    conversation_requests,
 )
 from tunix_lite.rollout.engine import (
     APPEND_WIDTHS,
@@ -275,13 +274,10 @@ def make_generate(
         if partner is not None:
             sample.criteria.check()
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
-            requests = conversation_requests(
-                prompts, num_generations, generation, partner, key
-            )
             size = (len(prompts), num_generations)
             of_turns = sampler_of_turns(partner.max_turn_tokens)
             engine = of_turns.engine(params, size, temperature)
-            talks = ConversationScheduler(engine, partner, requests)
+            talks = ConversationScheduler(engine, partner, prompts, num_generations, key)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}

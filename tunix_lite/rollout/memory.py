@@ -35,8 +35,8 @@ _USABLE = 0.9
 @dataclass(frozen=True)
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
-    Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
-    """
+    Example: `SamplingMemory.here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64,
+    ((16, 4),)).cache_bytes()`."""
 
     cfg: Architecture
     # dtype of the computation
@@ -45,10 +45,18 @@ class SamplingMemory:
     rollout: RolloutConfig
     num_slots: int  # sequences decoded at once, a multiple of fsdp
     # (prompts, completions of each) of the rollouts to come
-    rollouts: tuple[tuple[int, int], ...]
+    rollouts: Sequence[tuple[int, int]]
     mesh_shape: dict[str, int]  # sizes by axis name
     rules: dict[str, str | None]  # the sharding rules while sampling
     on_cpu: bool = False  # whether the devices are CPUs
+
+    @classmethod
+    def here(cls, *about: Any) -> "SamplingMemory":
+        """The memory of sampling on the current mesh. about: the fields up to `rollouts`."""
+        with use_rules("rollout"):
+            rules = current_rules()
+        sizes = {axis: axis_size(axis) for axis in AXES}
+        return cls(*about, sizes, rules, current_platform() == "cpu")
 
     @property
     def chunk(self) -> int:
@@ -92,48 +100,27 @@ class SamplingMemory:
         return total
 
 
-def _memory_here(
-    cfg: Architecture,
-    dtype: DTypeLike,
-    generation: GenerationConfig,
-    rollout: RolloutConfig,
-    num_slots: int,
-    rollouts: Sequence[tuple[int, int]] = (),
-) -> SamplingMemory:
-    """The memory of sampling on the current mesh. The arguments are those of SamplingMemory."""
-    mesh_shape = {axis: axis_size(axis) for axis in AXES}
-    with use_rules("rollout"):
-        rules = current_rules()
-    return SamplingMemory(
-        cfg,
-        dtype,
-        generation,
-        rollout,
-        num_slots,
-        tuple(rollouts),
-        mesh_shape,
-        rules,
-        current_platform() == "cpu",
-    )
-
-
-def choose_weights(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    generation: GenerationConfig,
-    rollout: RolloutConfig,
-    num_slots: int,
-    rollouts: Sequence[tuple[int, int]],
-) -> tuple[str, str]:
+def choose_weights(params: Params, memory: SamplingMemory) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
-    ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
-    memory = _memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
+    ask, when all else that stays on the devices is there."""
+    how = {"cfg": memory.cfg, "dtype": memory.dtype}
+
+    def gathered_bytes() -> int:
+        shapes = jax.eval_shape(partial(layer_by_layer.per_layer_params, **how), params)
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        shardings = layer_by_layer.per_layer_shardings(shardings, memory.cfg)
+        held = jax.tree.map(
+            lambda x, place: (
+                math.prod(gathered_sharding(place).shard_shape(x.shape)) * x.dtype.itemsize
+            ),
+            shapes,
+            shardings,
+        )
+        return sum(jax.tree.leaves(held))
+
+    # on the fullest device of all hosts
     return weights_that_fit(
-        memory,
-        lambda: _gathered_bytes(params, cfg, dtype),
-        # on the fullest device of all hosts
-        lambda: min(allgather_values(free_bytes())),
+        memory, gathered_bytes, lambda: min(allgather_values(free_bytes()))
     )
 
 
@@ -160,21 +147,6 @@ def weights_that_fit(
     )
     room = f"{_USABLE:.0%} of {free / 1e6:,.0f} MB free"
     return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
-
-
-def _gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
-    """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
-    shapes = jax.eval_shape(
-        partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params
-    )
-    shardings = layer_by_layer.per_layer_shardings(
-        jax.tree.map(lambda x: x.sharding, params), cfg
-    )
-
-    def size(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
-        return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
 
 def free_bytes() -> int:

@@ -206,13 +206,9 @@ def rollout_of(
     arrays = RolloutArrays.empty(len(completions), generation, pad_id)
     versions = np.full(arrays.tokens.shape, -1, np.int32)
     for row, one in enumerate(completions):
-        request = Request(0, one.prompt, one.generation, len(one.tokens))
-        request.tokens = list(one.tokens)
-        request.logprobs = list(one.logprobs)
-        request.full_logprobs = list(one.full_logprobs)
+        request = one.as_request((), 0, len(one.tokens), StopCriteria({}))
         if one.routes is not None:
             request.prompt_routes = (one.prompt_routes, np.s_[:])
-            request.routes = [(one.routes, np.s_[:])]
         request.reason = one.reason
         # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0
