@@ -807,8 +807,8 @@ def block(compiled: Callable, *args) -> None:
 
 def rates(seconds: float, tokens: int, done: float, hardware: Hardware | None) -> dict:
     found = {"ms": round(1e3 * seconds, 2), "tokens/s": round(tokens / seconds)}
-    mfu = flops.mfu(done, seconds, hardware, 1)
-    return found | {"TFLOP/s": round(done / seconds / 1e12, 3)} | ({} if mfu is None else {"MFU": round(mfu, 3)})
+    mfu = {} if hardware is None else {"MFU": round(done / seconds / hardware.peak_flops, 3)}
+    return found | {"TFLOP/s": round(done / seconds / 1e12, 3)} | mfu
 
 
 PARTS = {

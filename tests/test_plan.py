@@ -216,7 +216,7 @@ def test_a_device_that_only_samples_has_the_weights_and_the_cache_and_no_optimiz
     with pytest.raises(ConfigError, match=r"^rollout.mesh_shape: sampling needs .* on a device of its own"):
         at_start.check_fits(small, print)
     assert "on one that only samples" in at_start.memory_line(small)
-    assert report.as_dict(small)["plans"][0]["device_that_only_samples"] == sizes
+    assert report.as_dict(report.Plans((small,)))["plans"][0]["device_that_only_samples"] == sizes
     with pytest.raises(ConfigError, match="^rollout.mesh_shape: weight .* is not a multiple of the mesh's tp=3"):
         case_of(cfg, [own[0], "rollout.mesh_shape=[[1,3],[fsdp,tp]]"])
 
@@ -254,7 +254,7 @@ def test_what_the_compiler_refuses_does_not_fit(cfg, said):
     found = of_sizes(cfg, 100 * GiB, refused=[DoesNotFit("update", needed, words)])
     assert found.fits is False
     assert found.peak_bytes == needed
-    assert report.short_form(found)[-1] == "  update: 17.14 GiB of 15.75 GiB"
+    assert report.short_form(report.Plans((found,)))[-1] == "  update: 17.14 GiB of 15.75 GiB"
 
 
 def test_a_run_asks_for_the_share_of_a_gpu_that_a_plan_counts_on(monkeypatch):

@@ -118,10 +118,11 @@ def assemble_plan(
     refused: Sequence[DoesNotFit] = (),
 ) -> Plan:
     """The plan of a run: what is compiled of it as compiled, the rest by formula."""
-    resident = MemoryEstimate(resolved).resident()
+    estimate = MemoryEstimate(resolved)
+    resident = estimate.resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
-    code = code if done else MemoryEstimate(resolved).code()
+    code = code if done else estimate.code()
     with_code = resident | ({_PROGRAMS: code} if code else {})
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
@@ -131,13 +132,13 @@ def assemble_plan(
     for name in [*resolved.frozen_models, *(name for name in scored if scored[name])]:
         made[name] = _scoring(name, resolved, done, resident)
     if (update := done.get("update")) is None:
-        made["update"] = ESTIMATE, MemoryEstimate(resolved).update()
+        made["update"] = ESTIMATE, estimate.update()
     else:
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
-        arguments += MemoryEstimate(resolved).teacher_table()
+        arguments += estimate.teacher_table()
         # by formula, and the compiler may have found a way with less
-        gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
+        gradients = min(estimate.gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
@@ -158,7 +159,7 @@ def assemble_plan(
 
     phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
     messages = tuple(map(str, refused))
-    apart = MemoryEstimate(resolved).apart(machine.capacity)
+    apart = estimate.apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
 

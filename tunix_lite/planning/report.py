@@ -30,9 +30,8 @@ class Plans:
     change: str | None = None
 
 
-def short_form(plan: Plan | Plans) -> list[str]:
-    """The plan as lines of plain text; its tables are at most 100 columns wide."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
+def short_form(plans: Plans) -> list[str]:
+    """The plans as lines of plain text; their tables are at most 100 columns wide."""
     best = plans.plans[0]
     resolved = best.resolved
     machine = best.machine
@@ -139,16 +138,14 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def write(plan: Plan | Plans, folder: str | Path) -> None:
+def write(plans: Plans, folder: Path) -> None:
     """plan.json into `folder`, which is made if it is not there."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(as_dict(plan), indent=2) + "\n")
+    (folder / "plan.json").write_text(json.dumps(as_dict(plans), indent=2) + "\n")
 
 
-def as_dict(plan: Plan | Plans) -> dict:
+def as_dict(plans: Plans) -> dict:
     """plan.json: bytes are those of one device."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
     machine = plans.plans[0].machine
     plan_dicts = []
     for one in plans.plans:

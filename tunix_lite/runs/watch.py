@@ -26,10 +26,10 @@ from tunix_lite.planning.at_start import (
     check_fits,
     memory_line,
     plan_of_this_run,
-    training_programs,
 )
 from tunix_lite.planning.flops import Throughput
 from tunix_lite.planning.hardware import of_device
+from tunix_lite.planning.report import Plans
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import Learner
@@ -179,12 +179,11 @@ class Watch:
         # The plan, by the programs of this run, which compile now.
         to_compile = session.stopping.uninterruptible(COMPILATION)
         with compiling(console, "the update"), to_compile:
-            programs = training_programs(
+            plan = plan_of_this_run(
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
             )
-            plan = plan_of_this_run(learner.resolved, programs)
         if session.run_dir.is_first:
-            report.write(plan, session.run_dir.path)
+            report.write(Plans((plan,)), session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
 

@@ -82,6 +82,11 @@ class Face:
         """Called when a signal came."""
         self.is_stopping = True
 
+    def health(self, is_alive: bool) -> tuple[int, dict]:
+        """Whether it takes requests. is_alive: whether what answers them does."""
+        is_well = is_alive and not self.is_stopping
+        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
+
     def key_of(self, request: "web.Request") -> str:
         """The key that the client sent; "" if none."""
         return request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -160,8 +160,7 @@ class TinkerServer(Face):
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
-        is_well = self.worker.is_alive and not self.is_stopping
-        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
+        return self.health(self.worker.is_alive)
 
     def check(self) -> None:
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
