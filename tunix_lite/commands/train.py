@@ -130,11 +130,8 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
         shown.append(("resume", f"from the checkpoint in {resume_from}{differs}"))
     if is_first():
         lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
-        lines += [
-            *short_form(Plans((plan,)))[-2:],
-            *messages,
-            "nothing was run, nothing was written",
-        ]
+        lines += short_form(Plans((plan,)))[-2:]
+        lines += [*messages, "nothing was run, nothing was written"]
         print("\n".join(visible(line) for line in lines), flush=True)
     return parts
 

@@ -176,8 +176,11 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
                 f"{word} after step {session.status.steps}; {saved}", style="red"
             )
             if is_out_of_memory(error):
-                more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"
-                session.console.say(f"out of memory: {more}", style="yellow")
+                session.console.say(
+                    "out of memory: docs/howto/out_of_memory.md has what takes less, and "
+                    "tunix-lite plan what fits",
+                    style="yellow",
+                )
         raise
     status = session.status
     status.write("stopped" if status.stopped else "completed")
