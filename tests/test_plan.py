@@ -33,7 +33,7 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
+from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled
 from tunix_lite.planning.report import Plans
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
@@ -248,12 +248,14 @@ def test_the_peak_is_what_is_resident_and_the_phase_that_adds_most(cfg):
     ],
 )
 def test_what_the_compiler_refuses_does_not_fit(cfg, said):
-    needed, words = _needed(said)
-    assert needed == int(17.14 * GiB)
-    assert words == "17.14 GiB of 15.75 GiB"
-    found = of_sizes(cfg, 100 * GiB, refused=[DoesNotFit("update", needed, words)])
+    def refuse():
+        raise jax.errors.JaxRuntimeError(said)
+
+    with pytest.raises(DoesNotFit, match=r"update: 17\.14 GiB of 15\.75 GiB") as caught:
+        compiled("update", refuse, {"fsdp": 1, "tp": 1})
+    found = of_sizes(cfg, 100 * GiB, refused=[caught.value])
     assert found.fits is False
-    assert found.peak_bytes == needed
+    assert found.peak_bytes == int(17.14 * GiB)
     assert report.short_form(report.Plans((found,)))[-1] == "  update: 17.14 GiB of 15.75 GiB"
 
 

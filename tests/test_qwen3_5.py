@@ -457,7 +457,7 @@ def test_the_state_of_slots_is_counted():
     cfg = compose(["model=qwen3.5_0.8b", "model.weights=random"]).model.architecture
     shapes = kv_cache.cache_shapes(cfg, 1, 100, jnp.bfloat16, False, 1)
     state = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
-    assert kv_cache.tree_bytes(shapes) == state + 100 * 12_288
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) == state + 100 * 12_288
     eight = kv_cache.cache_shapes(cfg, 1, 100, jnp.bfloat16, True, 1)
     assert {x.dtype for x in jax.tree.leaves(eight[0])} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
 

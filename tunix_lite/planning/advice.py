@@ -11,7 +11,7 @@ from tunix_lite.planning.hardware import Machine, find_machine, slice_shapes
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
 from tunix_lite.settings.batch_size import lengths_of, plan_batch
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.settings.resolved_run import find_model, micro_batches_to_try, with_micro_batch
+from tunix_lite.settings.resolved_run import find_model
 
 # Nodes of GPUs that are tried at most, and the factor by which a target may grow.
 _MOST_NODES = 64
@@ -189,14 +189,19 @@ def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield trial.with_settings("training", micro_batch_tokens=longest)
         return
-    sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
+    fsdp = trial.mesh_shape["fsdp"]
+    every = settings.sync_gradients_every
+    fewest = replace(settings, micro_batch_size=None, gradient_accumulation_steps=every)
+    per_shard = plan_batch(replace(trial.run, training=fewest), fsdp).sequences // fsdp
+    # others would leave a rest, and a micro-batch of another size is another program
+    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
+    sizes = [size for size in divisors if (per_shard // size) % every == 0]
     now = settings.micro_batch_size or sizes[0]
     for size in sizes:
         if size < now:
             # both settings are advised, or an old number of steps would contradict the size
-            count = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
             yield trial.with_settings(
-                "training", micro_batch_size=size, gradient_accumulation_steps=count
+                "training", micro_batch_size=size, gradient_accumulation_steps=None
             )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning.estimate import MemoryEstimate
@@ -17,11 +19,7 @@ from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
-from tunix_lite.settings.resolved_run import (
-    ResolvedRun,
-    check_can_be_lowered,
-    resolve_run,
-)
+from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
@@ -127,7 +125,24 @@ def assemble_plan(
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
-    made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
+    made = {}
+    if resolved.has_rollouts:
+        adds = estimate.rollout()
+        made["rollout"] = ESTIMATE, adds
+        if "decode" in done and "prefill" in done:
+            # Both programs read the one copy, which is counted once. The prompt cache is there
+            # while decoding, and the slots are while prompts are read.
+            copy = adds["weights to sample"]
+            sampling = [done[name] for name in _SAMPLING_PROGRAMS if name in done]
+            made["rollout"] = (
+                COMPILED,
+                {
+                    "weights to sample": copy,
+                    "cache": done["decode"].argument_bytes - copy,
+                    "prompts": done["prefill"].argument_bytes - copy,
+                    "temporary": max(one.added_bytes - one.code_bytes for one in sampling),
+                },
+            )
     scored = {"scoring": resolved.scores, "values": resolved.needs.critic is not None}
     for name in [*resolved.frozen_models, *(name for name in scored if scored[name])]:
         made[name] = _scoring(name, resolved, done, resident)
@@ -191,24 +206,6 @@ def _scoring(
     }
 
 
-def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    """The prompt cache is there while decoding, and the slots are while prompts are read."""
-    adds = MemoryEstimate(resolved).rollout()
-    if "decode" not in done or "prefill" not in done:
-        return ESTIMATE, adds
-    # both programs read the one copy, which is counted once
-    copy = adds["weights to sample"]
-    cache = done["decode"].argument_bytes - copy
-    programs = [name for name in _SAMPLING_PROGRAMS if name in done]
-    added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    return COMPILED, {
-        "weights to sample": copy,
-        "cache": cache,
-        "prompts": done["prefill"].argument_bytes - copy,
-        "temporary": max(added.values()),
-    }
-
-
 def with_choices(
     run: RunConfig,
     machine: Machine,
@@ -248,8 +245,16 @@ def with_compiled(
     """The same plan, its programs compiled for these devices. The run's sharding rules become those
     of the process. Raises ConfigError."""
     resolved = plan.resolved
-    # said before minutes of compiling
-    check_can_be_lowered(resolved, plan.machine.platform)
+    platform = plan.machine.platform
+    if (resolved.attention, platform) == ("cudnn", "cuda"):
+        # said before minutes of compiling
+        width = resolved.rows.width or sum(resolved.lengths)
+        if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
+            raise ConfigError(
+                "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
+                "installed, and here it is not; training.attention=xla would do, or an estimate: "
+                "analytic=true"
+            )
     sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
 
     def compile_it(name: str, lower: Callable[[], Any]) -> Any:

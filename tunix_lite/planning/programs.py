@@ -100,9 +100,21 @@ def compiled(
     try:
         done = compile_it()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
             raise
-        raise DoesNotFit(name, *_needed(str(error))) from error
+        # the bytes that would have been needed, and the sentence that says so
+        size = r"\(?([\d.]+)([KMGT])i?B?\)?"
+        match = re.search(
+            rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
+        )
+        if match is None:
+            first_line = message.strip().splitlines()[0]
+            raise DoesNotFit(name, None, first_line[:200]) from error
+        number, unit, of, of_unit = match.groups()
+        needed = int(float(number) * _UNITS[unit])
+        text = f"{number} {unit}iB of {of} {of_unit}iB"
+        raise DoesNotFit(name, needed, text) from error
     seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
@@ -119,18 +131,6 @@ def compiled(
         seconds,
         tuple(kernels(text, mesh_shape)),
     )
-
-
-def _needed(message: str) -> tuple[int | None, str]:
-    """The bytes that would have been needed, and the sentence that says so."""
-    size = r"\(?([\d.]+)([KMGT])i?B?\)?"
-    match = re.search(
-        rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
-    )
-    if match is None:
-        return None, message.strip().splitlines()[0][:200]
-    number, unit, of, of_unit = match.groups()
-    return int(float(number) * _UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
 
 
 # (): a lowered program
@@ -172,8 +172,46 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
 
 def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     """The programs of the rollout, by name, as in `lowered`."""
-    made = functools.cache(partial(_sampling, resolved, shapes))
     row = _of_shape()
+
+    @functools.cache
+    def made() -> tuple[Programs, Params]:
+        """The programs of the rollout, and the weights by layer, placed as they read them."""
+        run = resolved.run
+        acting = policy_part(shapes.acting(resolved))
+        mesh = jax.tree.leaves(acting)[0].sharding.mesh
+        spec = SamplerSpec(
+            resolved.cfg,
+            run.generation,
+            NO_END,
+            _NO_PAD,
+            resolved.dtype,
+            resolved.sampling_memory.chunk,
+            run.rollout.cache == "int8",
+            jnp.dtype(run.training.tp_reduce_dtype),
+            holds=resolved.converses,
+            on_cpu=mesh.devices.flat[0].platform == "cpu",
+            fused=run.rollout.is_fused,
+            records_routes=run.rollout.replay_routes and resolved.cfg.experts is not None,
+        )
+        if resolved.converses:
+            chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
+            chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
+            spec = replace(spec, chunk=chunk)
+
+        # The weights by layer, whole over fsdp if they are gathered.
+        on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
+        by_layer = partial(
+            layer_by_layer.per_layer_params,
+            cfg=resolved.cfg,
+            dtype=resolved.dtype,
+            on_cpu=on_cpu,
+        )
+        shardings = jax.tree.map(lambda x: x.sharding, acting)
+        shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
+        if resolved.sampling_weights == "gathered":
+            shardings = jax.tree.map(gathered_sharding, shardings)
+        return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
@@ -214,42 +252,6 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
 
 def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
-    """The programs of the rollout, and the weights by layer, placed as they read them."""
-    run = resolved.run
-    acting = policy_part(shapes.acting(resolved))
-    mesh = jax.tree.leaves(acting)[0].sharding.mesh
-    spec = SamplerSpec(
-        resolved.cfg,
-        run.generation,
-        NO_END,
-        _NO_PAD,
-        resolved.dtype,
-        resolved.sampling_memory.chunk,
-        run.rollout.cache == "int8",
-        jnp.dtype(run.training.tp_reduce_dtype),
-        holds=resolved.converses,
-        on_cpu=mesh.devices.flat[0].platform == "cpu",
-        fused=run.rollout.is_fused,
-        records_routes=run.rollout.replay_routes and resolved.cfg.experts is not None,
-    )
-    if resolved.converses:
-        chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
-        chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
-        spec = replace(spec, chunk=chunk)
-
-    # The weights by layer, whole over fsdp if they are gathered.
-    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
-    by_layer = partial(
-        layer_by_layer.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
-    )
-    shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
-    if resolved.sampling_weights == "gathered":
-        shardings = jax.tree.map(gathered_sharding, shardings)
-    return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

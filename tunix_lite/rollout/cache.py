@@ -273,8 +273,3 @@ def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> 
         return _constrain_kv(updated)
 
     return jax.tree.map(put, kv, prompts)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or shapes of arrays, in a tree, over all devices together."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

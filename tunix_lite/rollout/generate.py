@@ -176,8 +176,9 @@ class CompletionSampler:
     def compile_ahead(
         self, params: Params, *size: int, **options: Any
     ) -> tuple[Engine, Slots]:
-        """Compiles the programs of rollouts of so many prompts, and completions of each. Returns an
-        engine whose weights are shapes, and the shapes of its slots."""
+        """Compiles the programs of rollouts of so many prompts, and completions of each, for all
+        widths of prompts and columns of the cache: no step of the run waits for the compiler.
+        Returns an engine whose weights are shapes, and the shapes of slots with all columns."""
         # One copy of the weights at a time, and none while programs compile.
         with _preparing:
             engine = self.engine(params, size, **options)
@@ -185,7 +186,49 @@ class CompletionSampler:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                 engine.per_layer_params,
             )
-        return engine, _compile_rollout(engine)
+        programs = engine.programs
+        spec = programs.spec
+        params = engine.per_layer_params
+        block = engine.block_sizes[-1]
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+
+        # The prompts. A prompt cache is placed as the first width leaves it.
+        def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
+            tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
+            lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
+            routes = spec.no_routes(block, width)
+            inputs = (params, tokens, lengths, number, routes)
+            return results(programs.prefill, prompt_cache, *inputs)[0]
+
+        empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
+        prompt_cache = prefilled(empty, engine.widths[0])
+
+        # The slots, for every number of columns.
+        stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+        temperature = jax.ShapeDtypeStruct((), jnp.float32)
+        cuts_off = spec.cuts_off(engine.temperature)
+
+        def decoded(columns: int) -> Slots:
+            slots = results(programs.make_slots, engine.num_slots, columns)
+            slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+            slots, _ = results(programs.decode, slots, params, temperature, cuts_off)
+            # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
+            return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+
+        sizes = engine.column_sizes
+        slots_of = [partial(decoded, columns) for columns in sizes]
+        further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
+        every = compiled_together(slots_of + further)[: len(sizes)]
+
+        # What gives slots another number of columns.
+        for slots in every:
+            # One layer of each kind is enough: others have the same shapes.
+            for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
+                for columns in sizes:
+                    wanted = spec.num_columns(kind, columns)
+                    if kv_cache.columns_of(kv) not in (None, wanted):
+                        results(programs.resize_layer, kv, wanted)
+        return engine, every[0]
 
     def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
         """The sampler of conversations with turns of so many tokens."""
@@ -369,59 +412,6 @@ def make_prepare(
         return compiled[place](params)
 
     return prepare
-
-
-# ---- compiling ahead
-# A run compiles the programs of all widths of prompts and columns of the cache at its start, so
-# that no step waits for the compiler.
-
-
-def _compile_rollout(engine: Engine) -> Slots:
-    """Compiles all programs of rollouts of an engine. Returns the shapes of slots with all
-    columns."""
-    programs = engine.programs
-    spec = programs.spec
-    params = engine.per_layer_params
-    block = engine.block_sizes[-1]
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-
-    # The prompts. A prompt cache is placed as the first width leaves it.
-    def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
-        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        routes = spec.no_routes(block, width)
-        inputs = (params, tokens, lengths, number, routes)
-        return results(programs.prefill, prompt_cache, *inputs)[0]
-
-    empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
-    prompt_cache = prefilled(empty, engine.widths[0])
-
-    # The slots, for every number of columns.
-    stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    cuts_off = spec.cuts_off(engine.temperature)
-
-    def decoded(columns: int) -> Slots:
-        slots = results(programs.make_slots, engine.num_slots, columns)
-        slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-        slots, _ = results(programs.decode, slots, params, temperature, cuts_off)
-        # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
-        return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-
-    sizes = engine.column_sizes
-    slots_of = [partial(decoded, columns) for columns in sizes]
-    further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
-    every = compiled_together(slots_of + further)[: len(sizes)]
-
-    # What gives slots another number of columns.
-    for slots in every:
-        # One layer of each kind is enough: others have the same shapes.
-        for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
-            for columns in sizes:
-                wanted = spec.num_columns(kind, columns)
-                if kv_cache.columns_of(kv) not in (None, wanted):
-                    results(programs.resize_layer, kv, wanted)
-    return every[0]
 
 
 def results(program: Any, *arguments: Any) -> Any:

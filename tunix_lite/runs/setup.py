@@ -118,7 +118,23 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     downloads the files of a hub model after everything else has been found right. To see whether a
     folder can be written, it writes and removes a small file there."""
     run = with_data_as_before(run, run_dir)
-    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
+    parts = find_parts(run) if checked is None else checked
+    samples = not run.algorithm.needs.demonstrations
+    is_sampled = samples or run.evaluation.num_examples
+    if checked is None and jax.process_index() == 0 and is_sampled:
+        # The first process calls the user's rewards on made-up completions of an example.
+        if samples:
+            example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
+        else:
+            example = parts.task.held_out(1)[0]
+        group = getattr(run.algorithm, "num_generations", 1)
+        failing = failing_functions(run.task, example, group, run.rewards)
+        if failing and run.rewards.on_error == "raise":
+            raise ConfigError(
+                f"task: tried on made-up completions before the run: {failing}; "
+                "rewards.on_error=zero or drop continues without it"
+            )
+        parts = replace(parts, failing=failing)
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -161,27 +177,6 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     return replace(parts, reference=reference)
 
 
-def _with_rewards_tried(parts: Parts) -> Parts:
-    """The parts, after the first process has called the user's rewards on made-up completions of an
-    example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
-    run = parts.resolved.run
-    samples = not run.algorithm.needs.demonstrations
-    if jax.process_index() or not (samples or run.evaluation.num_examples):
-        return parts
-    if samples:
-        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
-    else:
-        example = parts.task.held_out(1)[0]
-    group = getattr(run.algorithm, "num_generations", 1)
-    failing = failing_functions(run.task, example, group, run.rewards)
-    if failing and run.rewards.on_error == "raise":
-        raise ConfigError(
-            f"task: tried on made-up completions before the run: {failing}; rewards.on_error=zero "
-            "or drop continues without it"
-        )
-    return replace(parts, failing=failing)
-
-
 def find_parts(run: RunConfig) -> Parts:
     """Finds the components of a run that need no run folder. Raises ConfigError. Of a hub model it
     downloads config.json and the tokenizer, not the weights. Makes the run's sharding rules those
@@ -195,7 +190,27 @@ def find_parts(run: RunConfig) -> Parts:
         model = source.locate(run.model)
         cfg = trained_architecture(run.model, model.cfg, run.algorithm.needs)
         model = replace(model, cfg=cfg)
-    mesh, rollout_mesh = _meshes_of(run)
+    shape = run.model.mesh_shape
+    own_shape = run.rollout.mesh_shape
+    rollout_mesh = None
+    if own_shape is not None:
+        with error_context("rollout.mesh_shape"):
+            learning, sampling = split_devices(shape, own_shape, jax.devices())
+            mesh = make_mesh(shape, learning)
+            rollout_mesh = make_mesh(own_shape, sampling)
+    else:
+        try:
+            mesh = make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes)
+        except ValueError as error:
+            hint = ""
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                # there may be fewer processes than somebody meant
+                hint = (
+                    f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
+                    "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
+                    "variables"
+                )
+            raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.scoring_models, model)
 
@@ -304,29 +319,6 @@ def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
         theirs = read_fingerprint(RunDir(resume_from.parent).fingerprint)
         return replace(run, task=with_commits_of(theirs, run.task))
     return run
-
-
-def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
-    """The mesh that learns, and the one that samples, if it has devices of its own. Raises
-    ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
-    than somebody meant."""
-    shape = run.model.mesh_shape
-    own_shape = run.rollout.mesh_shape
-    if own_shape is not None:
-        with error_context("rollout.mesh_shape"):
-            learning, sampling = split_devices(shape, own_shape, jax.devices())
-            return make_mesh(shape, learning), make_mesh(own_shape, sampling)
-    try:
-        return make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes), None
-    except ValueError as error:
-        hint = ""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            hint = (
-                f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
-                "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
-                "variables"
-            )
-        raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
 
 
 def locate_frozen(

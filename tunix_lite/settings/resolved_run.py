@@ -644,36 +644,3 @@ def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: 
             not run.model.lora.rank and run.model.lora.adapter is None,
             run.generation.has_cutoffs,
         )
-
-
-def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
-    """Raises ConfigError for a kernel that only a machine which has its library can put into a
-    program."""
-    if (resolved.attention, platform) != ("cudnn", "cuda"):
-        return
-    width = resolved.rows.width or sum(resolved.lengths)
-    if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
-        raise ConfigError(
-            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
-            "installed, and here it is not; training.attention=xla would do, or an estimate: "
-            "analytic=true"
-        )
-
-
-def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
-    """The values of micro_batch_size that this batch allows, the largest first."""
-    per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
-    every = run.training.sync_gradients_every
-    # others would leave a rest, and a micro-batch of another size is another program
-    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
-    return [size for size in divisors if (per_shard // size) % every == 0]
-
-
-def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
-    """The run with micro-batches of this size, and the number of micro-batches derived from it.
-    None: the fewest micro-batches allowed, which is sync_gradients_every."""
-    accumulation = run.training.sync_gradients_every if size is None else None
-    changed = replace(
-        run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation
-    )
-    return replace(run, training=changed)

@@ -107,13 +107,14 @@ class TinkerServer(Face):
             answers[path] = partial(self._enqueue, path)
         for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        for path, view in (
-            ("{id}", self._run_info),
-            ("{id}/checkpoints", self._checkpoints_of),
-        ):
-            yield "get", f"{API}/training_runs/{path}", partial(self._lookup, view)
-        checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
-        yield "delete", checkpoint, self._delete_checkpoint
+        runs = f"{API}/training_runs"
+        yield "get", f"{runs}/{{id}}", self._run_info
+        yield "get", f"{runs}/{{id}}/checkpoints", self._checkpoints_of
+        yield (
+            "delete",
+            f"{runs}/{{run}}/checkpoints/{{folder}}/{{name}}",
+            self._delete_checkpoint,
+        )
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
         yield "get", f"{API}/get_server_capabilities", self._capabilities
@@ -326,9 +327,6 @@ class TinkerServer(Face):
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)
 
-    async def _lookup(self, view: Callable[[Model], dict], request: "web.Request") -> dict:
-        return view(self.store.found("model", request.match_info["id"]))
-
     async def _capabilities(self, request: "web.Request") -> dict:
         length = self.limits.max_length
         can = {"max_context_length": length, "trainable": True, "sampleable": True}
@@ -354,7 +352,8 @@ class TinkerServer(Face):
             "train_attn": adapters is None or adapters.train_attn,
         }
 
-    def _checkpoints_of(self, model: Model) -> dict:
+    async def _checkpoints_of(self, request: "web.Request") -> dict:
+        model = self.store.found("model", request.match_info["id"])
         checkpoints = [
             {
                 "checkpoint_id": "/".join(one.id.split("/")[-2:]),
@@ -369,7 +368,8 @@ class TinkerServer(Face):
         ]
         return {"checkpoints": checkpoints}
 
-    def _run_info(self, model: Model) -> dict:
+    async def _run_info(self, request: "web.Request") -> dict:
+        model = self.store.found("model", request.match_info["id"])
         return _lora(model.adapters) | {
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
