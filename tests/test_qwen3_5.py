@@ -34,9 +34,7 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler, rollout_of
-from tunix_lite.rollout.programs import SamplerSpec, longest_chunk
-from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.settings.compose import compose
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))
 from test_exactness import delta_net
@@ -464,5 +462,5 @@ def test_the_state_of_slots_is_counted():
 
 def test_a_turn_that_ends_with_a_stop_text_is_never_taken_back():
     """Chunks are of one token there: a state cannot be rewound to the middle of one."""
-    spec = SamplerSpec(CFG, GenerationConfig(4, 8), (1,), 0, jnp.float32, chunk=8)
-    assert longest_chunk(spec) == 1
+    sample = make_sampler(CFG, GenerationConfig(4, 8, stop=("\n",)), (1,), 0, rollout=RolloutConfig(chunk=8))
+    assert sample.of_turns(None).programs.spec.chunk == 1

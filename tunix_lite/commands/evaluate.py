@@ -159,7 +159,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             "generation": asdict(run.generation),
             "mixed_precision": run.training.mixed_precision,
         }
-        text = evaluation.as_markdown(models, facts, {name: result})
+        text = evaluation.as_markdown(models, facts, name, result)
         print(escape_for_terminal(text), end="")
         numbers = {"models": models, "settings": facts, "tasks": {name: asdict(result)}}
         files["results.md"] = text

@@ -206,18 +206,7 @@ def run_command(
             values["model"] = _of_run(values, overrides)
             groups = {key_of(text).lstrip("+~").partition(".")[0] for text in overrides}
             if name == "evaluate" and "task" not in groups:
-                file = RunDir(Path(values["checkpoint"])).fingerprint
-                task = None
-                # A copy may have lost its fingerprint.
-                with contextlib.suppress(ValueError):
-                    task = read_fingerprint(file).get("task")
-                kind = task.get("_target_") if isinstance(task, dict) else None
-                if str(kind).endswith(".TextTaskConfig"):
-                    raise ConfigError(
-                        f"checkpoint={values['checkpoint']} learned from plain text, which has no "
-                        "prompts; its held-out loss is eval/loss in metrics.jsonl. To grade its "
-                        "completions of other prompts, name a task, such as task=arithmetic"
-                    )
+                _refuse_run_on_text(Path(values["checkpoint"]))
         if known.cfg:
             print(as_yaml(values), end="")
             return
@@ -257,6 +246,20 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
         own[name] = values["model"][name]
     settings, _ = run_settings(Path(values["checkpoint"]), own.get("family"))
     return settings | own | {"mesh_shape": values["model"]["mesh_shape"]}
+
+
+def _refuse_run_on_text(folder: Path) -> None:
+    """Raises ConfigError if the run learned from plain text: it answers no prompts."""
+    task = None
+    # A copy may have lost its fingerprint.
+    with contextlib.suppress(ValueError):
+        task = read_fingerprint(RunDir(folder).fingerprint).get("task")
+    if isinstance(task, dict) and str(task.get("_target_")).endswith(".TextTaskConfig"):
+        raise ConfigError(
+            f"checkpoint={folder} learned from plain text, which has no prompts; its held-out loss "
+            "is eval/loss in metrics.jsonl. To grade its completions of other prompts, name a "
+            "task, such as task=arithmetic"
+        )
 
 
 _RESUME_HINT = (

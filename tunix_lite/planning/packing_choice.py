@@ -68,26 +68,7 @@ def with_packing(
         raise ConfigError(why_not)
 
     lengths = Lengths() if lengths is None else lengths
-    # FLOPs of one forward pass over the batch of an update in its rows, padding included.
-    flops = {}
-    for name, trial in trials.items():
-        prompts = trial.batch.prompts
-        drawn = lengths.draw(prompts, run.algorithm.num_generations, trial.lengths)
-        work = row_work(trial, batch_of(trial, *drawn))
-        rows = work.parts * work.rows
-        cfg = trial.cfg
-        # Pairs of a query and a key in a row: all of them, or where lanes share a prefix, those
-        # within the prefix and of each lane with the prefix and itself.
-        pairs = work.width**2
-        shape = trial.rows.shape
-        if shape is not None and shape.prefix_columns:
-            prefix = work.width - shape.num_lanes * shape.lane_columns
-            keys_of_lane = prefix + shape.lane_columns
-            pairs = prefix**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
-        widths = sum(cfg.kv_shape(kind)[1] for kind in cfg.kinds if kind in decoder.ATTENTION)
-        attention = 4.0 * widths * cfg.num_heads * rows * pairs
-        attention += recurrence_flops(cfg) * rows * work.width
-        flops[name] = forward_flops(cfg, rows * work.width, rows * work.scored, attention)
+    flops = {name: _computed_flops(trial, lengths) for name, trial in trials.items()}
     best = min(flops, key=flops.get)
     if flops[best] > (1 - _LEAST_GAIN) * flops.get("none", math.inf):
         best = "none"
@@ -109,6 +90,28 @@ def with_packing(
 def packed_as(run: RunConfig, packing: str) -> RunConfig:
     """The run with this packing."""
     return replace(run, training=replace(run.training, packing=packing))
+
+
+def _computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
+    """FLOPs of one forward pass over the batch of an update in its rows, padding included."""
+    prompts = resolved.batch.prompts
+    generations = resolved.run.algorithm.num_generations
+    batch = batch_of(resolved, *lengths.draw(prompts, generations, resolved.lengths))
+    work = row_work(resolved, batch)
+    rows = work.parts * work.rows
+    cfg = resolved.cfg
+    # Pairs of a query and a key in a row: all of them, or where lanes share a prefix, those within
+    # the prefix and of each lane with the prefix and itself.
+    pairs = work.width**2
+    shape = resolved.rows.shape
+    if shape is not None and shape.prefix_columns:
+        prefix = work.width - shape.num_lanes * shape.lane_columns
+        keys_of_lane = prefix + shape.lane_columns
+        pairs = prefix**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+    widths = sum(cfg.kv_shape(kind)[1] for kind in cfg.kinds if kind in decoder.ATTENTION)
+    attention = 4.0 * widths * cfg.num_heads * rows * pairs
+    attention += recurrence_flops(cfg) * rows * work.width
+    return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
 
 
 def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndarray) -> Batch:

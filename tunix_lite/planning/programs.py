@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,19 +15,18 @@ import jax.numpy as jnp
 from tunix_lite.basics.types import Params, policy_part
 from tunix_lite.learner.critic import token_values
 from tunix_lite.learner.policy import on_every_device, scoring_program
-from tunix_lite.models import layer_by_layer
+from tunix_lite.models.layer_by_layer import are_for_cpu
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
-from tunix_lite.parallel.mesh import gathered_sharding, part_of_mesh, sharding, use_rules
+from tunix_lite.parallel.mesh import part_of_mesh, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
+from tunix_lite.rollout.generate import make_sampler
+from tunix_lite.rollout.memory import by_layer
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
-    SamplerSpec,
     Slots,
     at_home,
-    longest_chunk,
 )
 from tunix_lite.settings.resolved_parts import (
     Shapes,
@@ -178,40 +177,17 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
     def made() -> tuple[Programs, Params]:
         """The programs of the rollout, and the weights by layer, placed as they read them."""
         run = resolved.run
+        how = (resolved.cfg, run.generation, NO_END, _NO_PAD, resolved.dtype, run.rollout)
+        sums = jnp.dtype(run.training.tp_reduce_dtype)
+        sampler = make_sampler(*how, tp_reduce_dtype=sums)
+        if resolved.converses:
+            sampler = sampler.of_turns(run.conversation.max_turn_tokens)
         acting = policy_part(shapes.acting(resolved))
         mesh = jax.tree.leaves(acting)[0].sharding.mesh
-        spec = SamplerSpec(
-            resolved.cfg,
-            run.generation,
-            NO_END,
-            _NO_PAD,
-            resolved.dtype,
-            resolved.sampling_memory.chunk,
-            run.rollout.cache == "int8",
-            jnp.dtype(run.training.tp_reduce_dtype),
-            holds=resolved.converses,
-            on_cpu=mesh.devices.flat[0].platform == "cpu",
-            fused=run.rollout.is_fused,
-            records_routes=run.rollout.replay_routes and resolved.cfg.experts is not None,
-        )
-        if resolved.converses:
-            chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
-            chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
-            spec = replace(spec, chunk=chunk)
-
-        # The weights by layer, whole over fsdp if they are gathered.
-        on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh)
-        by_layer = partial(
-            layer_by_layer.per_layer_params,
-            cfg=resolved.cfg,
-            dtype=resolved.dtype,
-            on_cpu=on_cpu,
-        )
-        shardings = jax.tree.map(lambda x: x.sharding, acting)
-        shardings = layer_by_layer.per_layer_shardings(shardings, resolved.cfg, on_cpu)
-        if resolved.sampling_weights == "gathered":
-            shardings = jax.tree.map(gathered_sharding, shardings)
-        return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
+        on_cpu = are_for_cpu(acting, resolved.dtype, mesh)
+        gather = resolved.sampling_weights == "gathered"
+        make, shardings = by_layer(acting, resolved.cfg, resolved.dtype, gather, on_cpu)
+        return sampler.programs, placed(jax.eval_shape(make, acting), shardings)
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")

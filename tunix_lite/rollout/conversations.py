@@ -329,12 +329,3 @@ class ConversationScheduler:
             turn_ids=turn_ids,
             conversations=conversations,
         )
-
-
-def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
-    """Tokens that slots decode at a time: with chunks of 16, turns of up to 20 take two of 10."""
-    if max_turn_tokens is None:
-        return chunk
-    chunks = -(-max_turn_tokens // chunk)
-    # Chunks of one length, so that slots do not stand still in a last one that is nearly empty.
-    return -(-max_turn_tokens // chunks)

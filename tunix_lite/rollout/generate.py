@@ -13,9 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
-from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.decoder import has_states
 from tunix_lite.models.kernel_choice import check_fused
+from tunix_lite.models.layer_by_layer import are_for_cpu
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
 from tunix_lite.parallel.compiling import check_wanted, compiled_together
@@ -23,13 +24,11 @@ from tunix_lite.parallel.mesh import (
     axis_size,
     current_mesh,
     current_platform,
-    gathered_sharding,
 )
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.conversations import (
     ConversationScheduler,
     Partner,
-    chunk_of_turns,
 )
 from tunix_lite.rollout.engine import (
     APPEND_WIDTHS,
@@ -38,12 +37,12 @@ from tunix_lite.rollout.engine import (
     padded_width,
     prompt_cache_blocks,
 )
+from tunix_lite.rollout.memory import by_layer
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
     SamplerSpec,
     Slots,
-    longest_chunk,
 )
 from tunix_lite.rollout.requests import (
     OnChunk,
@@ -233,8 +232,15 @@ class CompletionSampler:
     def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
         """The sampler of conversations with turns of so many tokens."""
         spec = self.programs.spec
-        longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
-        chunk = chunk_of_turns(longest, max_turn_tokens)
+        chunk = spec.chunk
+        if spec.generation.stop and has_states(spec.cfg):
+            # A stop text may end a turn, and no token can be taken out of a state again.
+            chunk = 1
+        if max_turn_tokens is not None:
+            # Chunks of one length, so that slots do not stand still in a last one that is nearly
+            # empty: turns of up to 20 take two of 10, and not 16 and 4.
+            num_chunks = -(-max_turn_tokens // chunk)
+            chunk = -(-max_turn_tokens // num_chunks)
         return replace(self, programs=Programs(replace(spec, holds=True, chunk=chunk)))
 
 
@@ -394,21 +400,13 @@ def make_prepare(
 
     def prepare(params: Params) -> Params:
         # One program for each way in which the weights may be sharded.
-        shardings = jax.tree.map(lambda x: x.sharding, params)
         # A tree of dicts has no hash: its structure and its leaves do.
-        leaves, treedef = jax.tree.flatten(shardings)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         place = (treedef, *leaves)
         if place not in compiled:
-            on_cpu = may_join and layer_by_layer.are_for_cpu(params, dtype, current_mesh())
-            shardings = layer_by_layer.per_layer_shardings(
-                treedef.unflatten(leaves), cfg, on_cpu
-            )
-            if gather:
-                shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(
-                layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu
-            )
-            compiled[place] = jax.jit(per_layer, out_shardings=shardings)
+            on_cpu = may_join and are_for_cpu(params, dtype, current_mesh())
+            make, shardings = by_layer(params, cfg, dtype, gather, on_cpu)
+            compiled[place] = jax.jit(make, out_shardings=shardings)
         return compiled[place](params)
 
     return prepare

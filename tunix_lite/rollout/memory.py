@@ -100,23 +100,29 @@ class SamplingMemory:
         return total
 
 
+def by_layer(
+    params: Params, cfg: Architecture, dtype: DTypeLike, gather: bool, on_cpu: bool = False
+) -> tuple[Callable[[Params], Params], Params]:
+    """The function that makes the weights that sampling takes, layer by layer, of these ones, and
+    the shardings of its result: over fsdp whole if `gather`. on_cpu: as per_layer_params has it."""
+    make = partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    shardings = layer_by_layer.per_layer_shardings(shardings, cfg, on_cpu)
+    return make, jax.tree.map(gathered_sharding, shardings) if gather else shardings
+
+
 def choose_weights(params: Params, memory: SamplingMemory) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
     ask, when all else that stays on the devices is there."""
-    how = {"cfg": memory.cfg, "dtype": memory.dtype}
 
     def gathered_bytes() -> int:
-        shapes = jax.eval_shape(partial(layer_by_layer.per_layer_params, **how), params)
-        shardings = jax.tree.map(lambda x: x.sharding, params)
-        shardings = layer_by_layer.per_layer_shardings(shardings, memory.cfg)
-        held = jax.tree.map(
-            lambda x, place: (
-                math.prod(gathered_sharding(place).shard_shape(x.shape)) * x.dtype.itemsize
-            ),
-            shapes,
-            shardings,
+        make, shardings = by_layer(params, memory.cfg, memory.dtype, gather=True)
+        shapes = jax.tree.leaves(jax.eval_shape(make, params))
+        places = jax.tree.leaves(shardings)
+        return sum(
+            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+            for x, place in zip(shapes, places)
         )
-        return sum(jax.tree.leaves(held))
 
     # on the fullest device of all hosts
     return weights_that_fit(

@@ -736,12 +736,6 @@ def attend_to_cache_and_new(
 # ---- rewind
 
 
-def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, where a stop text may end a turn within it."""
-    # No token can be taken out of a state again.
-    return 1 if decoder.has_states(spec.cfg) else spec.chunk
-
-
 def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
     """The slots without the last lost_B tokens of the chunk, which then wait for an answer; -1: as
     they are."""
