@@ -35,6 +35,7 @@ from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))
 from test_exactness import delta_net
