@@ -104,8 +104,8 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
             plan = replace(plan, forecast=step)
         plans.append(plan)
     found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
-    report.write(found, folder)
-    print("\n".join([*report.short_form(found), ""]))
+    found.write(folder)
+    print("\n".join([*found.short_form(), ""]))
     if settings.verify is not None:
         print("\n".join([*verified(found.plans[0], settings.verify), ""]))
     print(f"written to {folder}/plan.json")

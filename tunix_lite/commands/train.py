@@ -35,7 +35,7 @@ from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine
-from tunix_lite.planning.report import Plans, short_form
+from tunix_lite.planning.report import Plans
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import (
     Parts,
@@ -130,7 +130,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
         shown.append(("resume", f"from the checkpoint in {resume_from}{differs}"))
     if is_first():
         lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
-        lines += short_form(Plans((plan,)))[-2:]
+        lines += Plans((plan,)).short_form()[-2:]
         lines += [*messages, "nothing was run, nothing was written"]
         print("\n".join(visible(line) for line in lines), flush=True)
     return parts

@@ -7,9 +7,9 @@ from functools import partial
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.hardware import Machine, find_machine, slice_shapes
+from tunix_lite.planning.hardware import Machine, find_machine
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
-from tunix_lite.settings.batch_size import lengths_of, plan_batch
+from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import find_model
 
@@ -102,7 +102,7 @@ def _trials(start: _Trial) -> Iterator[_Trial]:
     if kind is None or start.machine.name == "attached":
         return
     if kind.platform == "tpu":
-        names = {n: f"{kind.name}-{n * kind.chip.cores}" for n in slice_shapes(kind)}
+        names = {n: f"{kind.name}-{n * kind.chip.cores}" for n in kind.slices}
     else:
         counts = [2, 4, *(kind.host_devices * n for n in range(1, _MOST_NODES + 1))]
         names = {n: f"{kind.name}x{n}" for n in counts}
@@ -185,7 +185,7 @@ def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
     """Every size below the one at hand, and as many as follow from it."""
     settings = trial.run.training
     if settings.packing != "none":
-        longest = sum(lengths_of(trial.run.generation))
+        longest = sum(trial.run.generation.lengths)
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield trial.with_settings("training", micro_batch_tokens=longest)
         return

@@ -166,11 +166,8 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
         programs["values"] = partial(values.lower, *of_both)
     for name, params in shapes.frozen_models.items():
         programs[name] = partial(frozen_model, name, params)
-    return programs | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
-
-
-def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
-    """The programs of the rollout, by name, as in `lowered`."""
+    if not resolved.has_rollouts:
+        return programs
     row = _of_shape()
 
     @functools.cache
@@ -218,7 +215,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
     def rewind() -> jax.stages.Lowered:
         return made()[0].rewind.lower(slots(), _of_shape(resolved.slots))
 
-    programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
+    # The programs of the rollout.
+    programs |= {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
     if resolved.converses and resolved.run.generation.stop:

@@ -197,9 +197,9 @@ class CompletionSampler:
             lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
             routes = spec.no_routes(block, width)
             inputs = (params, tokens, lengths, number, routes)
-            return results(programs.prefill, prompt_cache, *inputs)[0]
+            return _results(programs.prefill, prompt_cache, *inputs)[0]
 
-        empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
+        empty = _results(programs.make_prompt_cache, block * engine.cache_blocks)
         prompt_cache = prefilled(empty, engine.widths[0])
 
         # The slots, for every number of columns.
@@ -208,11 +208,13 @@ class CompletionSampler:
         cuts_off = spec.cuts_off(engine.temperature)
 
         def decoded(columns: int) -> Slots:
-            slots = results(programs.make_slots, engine.num_slots, columns)
-            slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-            slots, _ = results(programs.decode, slots, params, temperature, cuts_off)
+            slots = _results(programs.make_slots, engine.num_slots, columns)
+            slots = _results(
+                programs.admit, slots, prompt_cache, engine.queue, number, stopped
+            )
+            slots, _ = _results(programs.decode, slots, params, temperature, cuts_off)
             # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
-            return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+            return _results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
 
         sizes = engine.column_sizes
         slots_of = [partial(decoded, columns) for columns in sizes]
@@ -226,7 +228,7 @@ class CompletionSampler:
                 for columns in sizes:
                     wanted = spec.num_columns(kind, columns)
                     if kv_cache.columns_of(kv) not in (None, wanted):
-                        results(programs.resize_layer, kv, wanted)
+                        _results(programs.resize_layer, kv, wanted)
         return engine, every[0]
 
     def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
@@ -373,7 +375,7 @@ def make_generate(
         if converses and generation.stop:
             # takes back tokens behind a stop text
             lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-            results(engine.programs.rewind, slots, lost_B)
+            _results(engine.programs.rewind, slots, lost_B)
 
     return Sampling(generate, compile_ahead)
 
@@ -412,7 +414,7 @@ def make_prepare(
     return prepare
 
 
-def results(program: Any, *arguments: Any) -> Any:
+def _results(program: Any, *arguments: Any) -> Any:
     """Compiles a program for these arguments, or their shapes. Returns the shapes of its
     results."""
     check_wanted()
@@ -430,5 +432,5 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
         call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
         routes = engine.programs.spec.no_routes(*call[1].shape)
         inputs = (engine.per_layer_params, *call, routes)
-        slots = results(engine.programs.append, slots, *inputs)[0]
+        slots = _results(engine.programs.append, slots, *inputs)[0]
     return slots

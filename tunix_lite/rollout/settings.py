@@ -64,6 +64,11 @@ class GenerationConfig:
             )
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest completion."""
+        return self.max_prompt_length, self.max_new_tokens
+
+    @property
     def has_cutoffs(self) -> bool:
         """Returns whether top_k, top_p or min_p cut tokens off."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)

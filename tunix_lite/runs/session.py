@@ -20,9 +20,7 @@ from tunix_lite.planning.at_start import is_out_of_memory
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
-    run_metadata,
     startup_summary,
-    write_fingerprint,
 )
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.processes import Processes
@@ -120,8 +118,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
 
         # Which run this is.
         if not parts.overwrites_other_run(run_dir):
-            write_fingerprint(parts, run_dir)
-        status.about = run_metadata(parts)
+            parts.write_fingerprint(run_dir)
+        status.about = parts.metadata
         console.panel(*startup_summary(parts, run_dir))
         if parts.failing:
             tried = f"tried on made-up completions before the run: {parts.failing}"

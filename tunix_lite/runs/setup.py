@@ -32,7 +32,7 @@ from tunix_lite.parallel.mesh import (
     set_rules,
     split_devices,
 )
-from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
+from tunix_lite.planning.packing_choice import AUTO, with_packing
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
     HUB_SETTINGS,
@@ -106,6 +106,51 @@ class Parts:
         """Returns whether checkpoints in the run's own folder were made with other settings
         (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
+
+    @property
+    def metadata(self) -> dict:
+        """Returns the facts about the run that status.json holds beside its progress."""
+        run = self.resolved.run
+        task_source = self.task.config.source
+        return {
+            "algorithm": type(run.algorithm).__name__,
+            "seed": run.seed,
+            "mesh": dict(self.mesh.shape),
+            "batch": str(self.batch),
+            "parameters": weights.num_params(decoder.weights(self.model.cfg)),
+            # of adapters, those alone
+            "trained_parameters": weights.num_params(source.weight_tables(self.model)[1]),
+            "data": {
+                # null: of a stream nobody has counted them
+                "train": len(task_source.train)
+                if isinstance(task_source.train, Sized)
+                else None,
+                "held_out": len(task_source.held_out),
+                # null: not looked for, since the examples are not in memory
+                "held_out_in_train": held_out_in_training(self.task),
+            },
+            "versions": {
+                "tunix_lite": __version__,
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def write_fingerprint(self, run_dir: RunDir) -> None:
+        """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and
+        the text of the chat template. Where the folder holds checkpoints of another run, call it
+        when our first one is whole: until then the other run must be able to go on. A kill in
+        between leaves our checkpoint under their fingerprint; both runs can still resume."""
+        run = self.resolved.run
+        with error_context(""):
+            run_dir.write_json(run_dir.fingerprint, _fingerprint_of(self))
+            template = self.model.tokenizer.template
+            if run_dir.is_first:
+                run_dir.chat_template.unlink(missing_ok=True)
+            if run_dir.is_first and template is not None:
+                run_dir.chat_template.write_text(template.text, encoding="utf-8")
+            kept = source.settings_to_keep(run.model, self.model, run.seed)
+            run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
 
 
 def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Parts:
@@ -291,7 +336,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
         before = packing_of(theirs, file)
     try:
         resolve = _resolver(parts.model, parts.mesh, parts.frozen_models)
-        resolved = resolve(packed_as(run, before))
+        resolved = resolve(run.packed_as(before))
     except ValueError as error:
         raise ConfigError(
             f"resume: the run in {file.parent} has packing={before}, which these settings do not "
@@ -510,25 +555,8 @@ def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> 
         return check_same_run(ours, theirs, earlier.path, is_forced)
 
 
-def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
-    """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and the
-    text of the chat template. Where the folder holds checkpoints of another run, call it when our
-    first one is whole: until then the other run must be able to go on. A kill in between leaves our
-    checkpoint under their fingerprint; both runs can still resume."""
-    run = parts.resolved.run
-    with error_context(""):
-        run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
-        template = parts.model.tokenizer.template
-        if run_dir.is_first:
-            run_dir.chat_template.unlink(missing_ok=True)
-        if run_dir.is_first and template is not None:
-            run_dir.chat_template.write_text(template.text, encoding="utf-8")
-        kept = source.settings_to_keep(run.model, parts.model, run.seed)
-        run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
-
-
 def _fingerprint_of(parts: Parts) -> dict:
-    run = packed_as(parts.resolved.run, parts.rows.packing)
+    run = parts.resolved.run.packed_as(parts.rows.packing)
     batch = parts.batch
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
@@ -606,7 +634,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         overlap = "one_step: the next batch is sampled beside the update"
         if run.rollout.overlap == "carry":
             overlap = (
-                f"carry: {prompts * (rollouts_behind(run) + 1)} prompts in flight, {prompts} an "
+                f"carry: {prompts * (run.rollouts_behind + 1)} prompts in flight, {prompts} an "
                 f"update; tokens are up to {run.rollout.max_staleness} updates old"
             )
         rows.append(("overlap", overlap))
@@ -627,11 +655,6 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
 
 
-def rollouts_behind(run: RunConfig) -> int:
-    """The most rollouts that a token may be older than the update that learns from it."""
-    return run.rollout.max_staleness // run.algorithm.updates_per_rollout
-
-
 def float32_products(mixed_precision: str, platform: str) -> str:
     """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits by default;
     "" elsewhere."""
@@ -644,30 +667,3 @@ def float32_products(mixed_precision: str, platform: str) -> str:
     return (
         "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
     )
-
-
-def run_metadata(parts: Parts) -> dict:
-    """Returns the facts about the run that status.json holds beside its progress."""
-    run = parts.resolved.run
-    task_source = parts.task.config.source
-    return {
-        "algorithm": type(run.algorithm).__name__,
-        "seed": run.seed,
-        "mesh": dict(parts.mesh.shape),
-        "batch": str(parts.batch),
-        "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
-        # of adapters, those alone
-        "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
-        "data": {
-            # null: of a stream nobody has counted them
-            "train": len(task_source.train) if isinstance(task_source.train, Sized) else None,
-            "held_out": len(task_source.held_out),
-            # null: not looked for, since the examples are not in memory
-            "held_out_in_train": held_out_in_training(parts.task),
-        },
-        "versions": {
-            "tunix_lite": __version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        },
-    }

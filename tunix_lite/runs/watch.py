@@ -21,7 +21,6 @@ from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.learner.optim import learning_rates, num_updates
 from tunix_lite.models.source import num_adapters
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
-from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_fits,
     memory_line,
@@ -50,7 +49,6 @@ from tunix_lite.runs.samples import (
     sample_rows,
 )
 from tunix_lite.runs.session import Session, closed_at_end
-from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS
@@ -183,7 +181,7 @@ class Watch:
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
             )
         if session.run_dir.is_first:
-            report.write(Plans((plan,)), session.run_dir.path)
+            Plans((plan,)).write(session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
 
@@ -496,7 +494,7 @@ class Watch:
         self.session.status.steps = done.step
 
     def save(self) -> None:
-        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it may
+        """A checkpoint of the state as it is now. Parts.write_fingerprint says why what made it may
         be written after it."""
         session = self.session
         step = int(self.state.step)
@@ -505,7 +503,7 @@ class Watch:
         self.checkpoints.save(self.state, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
-            write_fingerprint(session.parts, session.run_dir)
+            session.parts.write_fingerprint(session.run_dir)
         self.is_fingerprint_pending = False
         self.unfinished.on_disk = int(self.state.step)
 

@@ -49,6 +49,11 @@ class ServerSettings:
     stop_seconds: float = 30.0  # seconds that requests under way may take after SIGTERM
     log_requests: bool = False  # a line on stderr for each request
 
+    async def check_port(self) -> None:
+        """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, self.host, self.port)).close()
+
 
 class TimedOut(Exception):
     """A request took too long."""
@@ -190,12 +195,6 @@ class Face:
             return _CLIENT_LEFT, ""
         traceback.print_exc()
         return 500, "the server failed; its log says why"
-
-
-async def check_port(host: str, port: int) -> None:
-    """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
-    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
-    server.close()
 
 
 async def read_body(request: "web.Request") -> bytes:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.config import RunConfig, TrainingConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
@@ -151,7 +150,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     if not settings.is_packed:
         scored = run.generation.max_new_tokens
         return RowLayout("none", batch.num_micro_batches, scored, num_rows=batch.sequences)
-    longest = sum(lengths_of(run.generation))
+    longest = sum(run.generation.lengths)
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
             f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
@@ -165,7 +164,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     else:
         # The row of shared prompts that makes the fewest tokens for a shard; of equals, the
         # one that shares more. Lengths are even, which cuDNN wants.
-        prompt, new = (length + length % 2 for length in lengths_of(run.generation))
+        prompt, new = (length + length % 2 for length in run.generation.lengths)
         shapes = [
             RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)
         ]
@@ -191,11 +190,6 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     # at last: what narrows compiles more programs, and changes no row
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
-
-
-def lengths_of(generation: GenerationConfig) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest completion."""
-    return generation.max_prompt_length, generation.max_new_tokens
 
 
 def _parts(

@@ -39,7 +39,6 @@ from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.settings.batch_size import (
     BatchPlan,
-    lengths_of,
     plan_batch,
     plan_rows,
 )
@@ -184,7 +183,7 @@ class ResolvedRun:
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
-        return lengths_of(self.run.generation)
+        return self.run.generation.lengths
 
     @property
     def train_rules(self) -> dict[str, str | None]:
@@ -459,7 +458,7 @@ def resolve_run(
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
     rows = plan_rows(run, batch, has_large_head(cfg))
-    width = rows.width or sum(lengths_of(run.generation))
+    width = rows.width or sum(run.generation.lengths)
     tp = mesh_shape["tp"]
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
         # sequence parallelism divides rows into pieces
@@ -624,7 +623,7 @@ def _choose_attention(
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        width = rows.width or sum(lengths_of(run.generation))
+        width = rows.width or sum(run.generation.lengths)
         return attention.choose(choice, cfg, platform, dtype, width, shares_prompts)
     except attention.CannotCompile:
         if is_attached:
