@@ -213,7 +213,7 @@ def _supervise(
     command: list[str],
     environments: Callable[[], list[dict]],
     logs: Path,
-    no_restart: str = "",
+    no_restart: str,
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
     environments: called for each attempt. logs: the folder for the output. no_restart: why the run

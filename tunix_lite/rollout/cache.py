@@ -190,9 +190,7 @@ def _constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     return constrain(x, *logical_axes(x, rows_axis))
 
 
-def logical_axes(
-    x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str = "batch"
-) -> tuple[str, ...]:
+def logical_axes(x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str) -> tuple[str, ...]:
     """The logical axes of an array of a KV, its keys, values or scales."""
     return (rows_axis, *AXES[1:])[: x.ndim]
 

@@ -48,7 +48,7 @@ class LiveModels:
     """The trainer's clients and samplers on the devices, the ones used last; others come from the
     store."""
 
-    def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
+    def __init__(self, trainer: "Trainer", store: Store, most: int):
         """most: models, and samplers, that stay on the devices."""
         self.trainer = trainer
         self.store = store
