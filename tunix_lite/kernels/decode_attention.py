@@ -32,7 +32,7 @@ def fused_attend(
     newest_B: jax.Array,
     k_BKCH: jax.Array,
     v_BKCH: jax.Array,
-    interpret: bool,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(attended [B, N, H], the cache's keys and values with the new token in them). q, k, v: as
     projected. norms: the scales [H] of queries and keys, or none. angles: sin and cos, [B, H/2]

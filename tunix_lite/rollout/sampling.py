@@ -119,9 +119,9 @@ def _logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 def _apply_cutoffs(
     logits_BV: jax.Array,
-    top_k: int | jax.Array,
-    top_p: float | jax.Array,
-    min_p: float | jax.Array,
+    top_k: int | jax.Array = 0,
+    top_p: float | jax.Array = 1.0,
+    min_p: float | jax.Array = 0.0,
 ) -> jax.Array:
     """The logits, float32, with -inf for every token that is cut off; settings are numbers or
     arrays [B, 1].
