@@ -29,8 +29,6 @@ from tunix_lite.rollout.requests import (
     RoutePiece,
     StopCriteria,
     joined,
-    not_finite,
-    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
 
@@ -413,14 +411,14 @@ class Engine:
         count = int((decoded.tokens[:, slot] >= 0).sum())
         if not np.isfinite(decoded.logprobs[:count, slot]).all():
             if not self.programs.spec.per_request:
-                raise FloatingPointError(not_finite(request, self.criteria.tokenizer))
+                raise FloatingPointError(self.criteria.not_finite(request))
             # An error would end the engine, and with it the requests of all other clients.
             request.reason = "error"
             count = 0
 
         # Stop texts are looked for here, as the devices know tokens only.
         new = decoded.tokens[:count, slot].tolist()
-        end = stop_end(request, new, self.criteria)
+        end = self.criteria.end_of(request, new)
         count = count if end is None else end
         request.num_new = count
         request.tokens += new[:count]

@@ -49,7 +49,6 @@ from tunix_lite.rollout.requests import (
     Request,
     RolloutArrays,
     StopCriteria,
-    check_limits,
     check_prompts,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -109,7 +108,7 @@ class CompletionSampler:
         criteria.check()
         spec = self.programs.spec
         check_prompts(prompts, spec.cfg, spec.generation, criteria.tokenizer)
-        limits = check_limits(limits, len(prompts) * num_generations, spec.generation)
+        limits = spec.generation.limits_of(limits, len(prompts) * num_generations)
 
         engine = self.engine(params, (len(prompts), num_generations), temperature)
         engine.criteria = criteria

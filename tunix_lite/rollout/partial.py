@@ -16,7 +16,6 @@ from tunix_lite.rollout.requests import (
     StopCriteria,
     check_prompts,
     joined,
-    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
 
@@ -68,7 +67,7 @@ class OpenCompletion:
         """The request that continues it. ids: its prompt; place: of its prompt, for messages."""
         request = Request(place, self.prompt, self.generation, limit, ids)
         # the text so far, in which the next tokens may complete a stop text
-        stop_end(request, list(self.tokens), criteria)
+        criteria.end_of(request, list(self.tokens))
         request.tokens = list(self.tokens)
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)

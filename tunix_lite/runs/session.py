@@ -20,7 +20,6 @@ from tunix_lite.planning.at_start import is_out_of_memory
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
-    startup_summary,
 )
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.processes import Processes
@@ -120,7 +119,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
         if not parts.overwrites_other_run(run_dir):
             parts.write_fingerprint(run_dir)
         status.about = parts.metadata
-        console.panel(*startup_summary(parts, run_dir))
+        console.panel(*parts.summary(run_dir))
         if parts.failing:
             tried = f"tried on made-up completions before the run: {parts.failing}"
             console.say(f"warning: {tried}", style="yellow")
