@@ -224,8 +224,9 @@ class TinkerServer(Face):
     def _check_base(self, body: TinkerBody) -> None:
         name = self.limits.model_name
         if body.base_model.removesuffix(":full") != name:
-            message = f"base_model={shown(body.base_model)}: this server has {name!r}"
-            raise BadCall(message, "base_model")
+            raise BadCall(
+                f"base_model={shown(body.base_model)}: this server has {name!r}", "base_model"
+            )
 
     def _create_sampler(self, body: TinkerBody) -> dict:
         session = self._session(body.session_id)
@@ -264,8 +265,9 @@ class TinkerServer(Face):
         is_next = model is not None and number == next_seq
         most = self.limits.max_waiting
         if is_new and not is_next and len(self.store.waiting(session)) >= most:
-            message = f"{most} requests of this session wait already"
-            raise BadCall(message, code="rate_limit_exceeded")
+            raise BadCall(
+                f"{most} requests of this session wait already", code="rate_limit_exceeded"
+            )
         # In one order, as its digest tells a request that is sent once more.
         raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
@@ -285,8 +287,9 @@ class TinkerServer(Face):
             body.sample_settings("")
             length = len(body.prompt_tokens)
             if length > (most := self.limits.max_length):
-                message = f"prompt: {length} tokens; this model takes up to {most}"
-                raise BadCall(message, "prompt")
+                raise BadCall(
+                    f"prompt: {length} tokens; this model takes up to {most}", "prompt"
+                )
             sampler = self.store.found("sampler", body.sampling_session_id)
             return "sample", sampler.id, body.seq_id
         if path == "load_weights":
@@ -299,8 +302,9 @@ class TinkerServer(Face):
             return path, owner, 0
         is_named = path == "save_weights" or body.path is not None
         if path in _SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
-            message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
-            raise BadCall(message, "path")
+            raise BadCall(
+                f"path={shown(body.path)}; letters, digits and ._- only, up to 128", "path"
+            )
         # The number 0 is none.
         return path, self._model(body).id, body.seq_id or None
 
