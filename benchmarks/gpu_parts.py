@@ -342,7 +342,7 @@ def fused_decoding(setting: Setting) -> Iterator[dict]:
                 rope.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
             )
             new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
-            kv = kv_cache.write_token(old, new, newest_B)
+            kv = old.with_token(new, newest_B)
             mask_B1C = kv_cache.attended_columns(cfg, "local", newest_B, columns)[:, None]
             return attention.attend(cfg, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0], kv.k, kv.v
 
@@ -806,8 +806,8 @@ def block(compiled: Callable, *args) -> None:
 
 def rates(seconds: float, tokens: int, done: float, hardware: Hardware | None) -> dict:
     found = {"ms": round(1e3 * seconds, 2), "tokens/s": round(tokens / seconds)}
-    mfu = flops.mfu(done, seconds, hardware, 1)
-    return found | {"TFLOP/s": round(done / seconds / 1e12, 3)} | ({} if mfu is None else {"MFU": round(mfu, 3)})
+    mfu = {} if hardware is None else {"MFU": round(done / seconds / hardware.peak_flops, 3)}
+    return found | {"TFLOP/s": round(done / seconds / 1e12, 3)} | mfu
 
 
 PARTS = {

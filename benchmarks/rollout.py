@@ -184,7 +184,7 @@ def bytes_per_step(cfg: Architecture, dtype, params, slots: int, length: int) ->
     """Of all weights and of the slots' whole cache: what a step that keeps nothing on the chip has to read."""
     per_layer_params = jax.eval_shape(partial(layer_by_layer.per_layer_params, cfg=cfg, dtype=dtype), params)
     cache = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
-    return kv_cache.tree_bytes(per_layer_params) + kv_cache.tree_bytes(cache)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((per_layer_params, cache)))
 
 
 def memory_bandwidth(repeats: int = 5) -> float:

@@ -76,7 +76,8 @@ def kv_ratio(slots: int, length: int, dtype) -> float:
     """Bytes of the cache over those of one without windows."""
 
     def num_bytes(cfg):
-        return kv_cache.tree_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False)))
+        shapes = jax.eval_shape(lambda: kv_cache.empty_cache(cfg, slots, length, dtype, False))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
     whole = Architecture(**{**vars(CFG), "pattern": ("global",)})
     return num_bytes(CFG) / num_bytes(whole)

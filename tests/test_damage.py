@@ -14,7 +14,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import TrainState
 from tunix_lite.commands.train import _look_at as look_at
 from tunix_lite.parallel.mesh import put
-from tunix_lite.runs.setup import prepare, write_fingerprint
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
     run = compose(RUN)
     parts = prepare(run, folder)
     jax.set_mesh(parts.mesh)
-    write_fingerprint(parts, folder)
+    parts.write_fingerprint(folder)
     checkpoints = Checkpoints(folder.checkpoints)
     for step in (4, LAST):
         checkpoints.save(state_of(step))

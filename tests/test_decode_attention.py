@@ -81,7 +81,7 @@ def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
             rope.rope(decoder.norm(x[:, None], scale, GEMMA3), (sin, cos)) for x, scale in zip((q_BNH, k_BKH), norms)
         )
         new = kv_cache.to_cache_format(k_BTKH, v_BKH[:, None], int8=False)
-        kv = kv_cache.write_token(jax.tree.map(jnp.asarray, old), new, newest_B)
+        kv = jax.tree.map(jnp.asarray, old).with_token(new, newest_B)
         mask_B1C = kv_cache.attended_columns(GEMMA3, kind, newest_B, columns)[:, None]
         expected = attention.attend(GEMMA3, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0]
 

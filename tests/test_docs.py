@@ -35,7 +35,6 @@ from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
-from tunix_lite.planning import report
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.config import RunConfig, build
@@ -403,7 +402,7 @@ def test_readme_shows_what_plan_prints(with_the_example):
     name, overrides = of_a_program(shlex.split(command))
     values = composing.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PlanConfig, {f.name: values.pop(f.name) for f in dataclasses.fields(PlanConfig)})
-    printed = [plain(line) for line in report.short_form(make_plans(build(RunConfig, values), settings, overrides))]
+    printed = [plain(line) for line in make_plans(build(RunConfig, values), settings, overrides).short_form()]
     for line in map(plain, shown.splitlines()):
         before, _, after = line.partition("... ")
         assert any(text.startswith(before) and text.endswith(after) for text in printed), line

@@ -27,7 +27,7 @@ def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     """Of a model on one device. Only the number of slots and where the weights stay are chosen."""
     got = []
     monkeypatch.setattr(rollouts, "make_generate", lambda *arguments: got.append(arguments[5]))
-    monkeypatch.setattr(rollouts.memory, "choose_weights", lambda *_: ("gathered", ""))
+    monkeypatch.setattr(rollouts, "choose_weights", lambda *_: ("gathered", ""))
     tokenizer = SimpleNamespace(eos_ids=(1,), pad_id=0)
     monkeypatch.setattr(rollouts, "num_params", lambda table: 135_000_000)
     monkeypatch.setattr(rollouts.decoder, "weights", lambda cfg: None)

@@ -336,7 +336,7 @@ def test_readers_have_no_cache_and_a_slot_is_what_the_note_counts():
         cfg = compose([f"model=gemma4_{name}", "model.weights=random"]).model.architecture
         shapes = kv_cache.cache_shapes(cfg, 1, 2000, jnp.bfloat16, False, 1)
         assert sum(layer is None for layer in shapes) == cfg.kv_readers
-        assert kv_cache.tree_bytes(shapes) == fixed + 2000 * per_token
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) == fixed + 2000 * per_token
 
 
 # ---- files

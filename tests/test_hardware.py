@@ -56,7 +56,7 @@ def test_slices_and_nodes_are_of_whole_hosts(name):
     if part.platform == "cuda":
         assert part.node_bandwidth < part.link_bandwidth < part.memory_bandwidth
         return
-    shapes = hardware.slice_shapes(part)
+    shapes = part.slices
     assert len(shapes) == len(part.chip.shapes)
     for n, shape in shapes.items():
         assert n < part.host_devices or n % part.host_devices == 0
@@ -98,7 +98,7 @@ ALL = ["a100", "h100", "h100x8", "h100x16", "h200x8"] + [
     f"{part.name}-{devices * part.chip.cores}"
     for part in HARDWARE.values()
     if part.platform == "tpu"
-    for devices in hardware.slice_shapes(part)
+    for devices in part.slices
     if devices <= 1024  # larger ones work, too, and take long to list
 ]
 

@@ -17,7 +17,7 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.rewards.similarity import RougeL
 from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import build_learner
-from tunix_lite.runs.setup import prepare, startup_summary
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -284,7 +284,7 @@ def test_a_held_out_row_without_a_demonstration_is_named_before_the_start(tmp_pa
 def test_the_start_names_the_rate_of_all_devices(tmp_path):
     settings = [*SFT, "model.mesh_shape=[[4,1],[fsdp,tp]]", "optimizer.scale_lr_with_devices=true"]
     parts = prepare(compose(settings), RunDir(tmp_path))
-    panel = dict(startup_summary(parts, RunDir(tmp_path))[1])
+    panel = dict(parts.summary(RunDir(tmp_path))[1])
     assert "0.01 x 4 shards = 0.04" in panel["optimizer"]
 
 

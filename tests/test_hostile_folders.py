@@ -44,7 +44,6 @@ from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import FILES, Tokenizer, as_data
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
-from tunix_lite.report.comparison import result_lines
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.runs import leaving
@@ -608,7 +607,7 @@ def doctor_says(folder: Path) -> list[str]:
     """The lines of `tunix-lite doctor FOLDER`."""
     evidence = read_evidence(folder)
     json.dumps([vars(finding) for finding in diagnose(evidence)])
-    return [escaped(line, 1000) for line in doctor.finding_lines(evidence, result_lines(evidence), diagnose(evidence))]
+    return [escaped(line, 1000) for line in doctor.lines_of_run(folder)]
 
 
 def test_a_line_without_an_end_is_given_up(tmp_path):

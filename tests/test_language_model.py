@@ -323,7 +323,7 @@ def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsy
 
 def test_prompts_are_taken_as_they_stand(model, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(generate_command, "open_chosen_model", lambda _, how: seen.append(how.prompt) or model)
+    monkeypatch.setattr(generate_command.GenerateConfig, "open", lambda how, _: seen.append(how.prompt) or model)
     for said in ("prompt=12", "prompt=What is 1, 2?", "prompt='{quoted}'"):
         run_command(generate_command, [said, "generation.max_new_tokens=1"], monkeypatch)
     assert seen == ["12", "What is 1, 2?", "{quoted}"]

@@ -11,7 +11,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.sizes import shape_line, sized
 from tunix_lite.models.source import locate, settings_to_keep
 from tunix_lite.models.weights import num_params
-from tunix_lite.planning.report import Plans, short_form
+from tunix_lite.planning.report import Plans
 from tunix_lite.settings.compose import compose
 
 BASE = compose(["model=random"]).model.architecture
@@ -90,7 +90,7 @@ def test_the_shape_is_shown_and_kept():
     found = locate(run.model)
     plans = make_plans(run, PlanConfig(target="h100x1", analytic=True), [])
     count = num_params(decoder.weights(found.cfg))
-    lines = "\n".join(short_form(Plans(plans.plans)))
+    lines = "\n".join(Plans(plans.plans).short_form())
     assert f"model      {count:,} parameters" in lines and f"shape      {shape_line(found.cfg)}" in lines
     kept = json.loads(json.dumps(settings_to_keep(run.model, found, 0)))["model"]
     assert kept["target_params"] is None, "a later tokenizer or rule must not change a model that is trained"

@@ -7,7 +7,7 @@ import pytest
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.planning.packing_choice import _computed_flops, packed_as, with_packing
+from tunix_lite.planning.packing_choice import _computed_flops, with_packing
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import _fingerprint_of, find_parts, with_packing_as_before
 from tunix_lite.settings.compose import compose
@@ -38,12 +38,12 @@ def flops(cfg, tokens: int, scored: int, pairs: int) -> float:
 
 def test_what_rows_compute_is_counted_with_their_padding():
     run = compose(WORDS)
-    plain = resolved(packed_as(run, "none"))
+    plain = resolved(run.packed_as("none"))
     # 8 sequences of 8 + 8 tokens
     expected = flops(plain.cfg, 8 * 16, 8 * 8, 8 * 16**2)
     assert _computed_flops(plain, FULL) == pytest.approx(expected)
     assert _computed_flops(plain, Lengths()) == pytest.approx(expected), "padding is computed"
-    shared = resolved(packed_as(run, "prefix"))
+    shared = resolved(run.packed_as("prefix"))
     # 2 prompts of 8 tokens, each with 4 lanes of 8 that see the prompt and themselves
     lanes = 8**2 + 4 * 8 * (8 + 8)
     assert shared.rows.shape.num_lanes == 4
@@ -53,7 +53,7 @@ def test_what_rows_compute_is_counted_with_their_padding():
 def test_the_one_that_computes_least_is_chosen_and_the_gain_is_said():
     best = chosen(lengths=FULL)
     assert best.rows.packing == "prefix" and best.run.training.packing == "prefix"
-    share = _computed_flops(best, FULL) / _computed_flops(resolved(packed_as(best.run, "none")), FULL)
+    share = _computed_flops(best, FULL) / _computed_flops(resolved(best.run.packed_as("none")), FULL)
     assert f"prefix {share:.0%}" in best.packing_reason and share < 0.7
     # prompts of half their longest leave padding in prefixes, which rows of several sequences do not have
     words = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.prompts_per_step=16"]

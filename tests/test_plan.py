@@ -28,12 +28,12 @@ from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.learner.rows import at_every_width
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.planning import at_start, plan, report
+from tunix_lite.planning import at_start, plan
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
+from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled
 from tunix_lite.planning.report import Plans
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
@@ -216,7 +216,7 @@ def test_a_device_that_only_samples_has_the_weights_and_the_cache_and_no_optimiz
     with pytest.raises(ConfigError, match=r"^rollout.mesh_shape: sampling needs .* on a device of its own"):
         at_start.check_fits(small, print)
     assert "on one that only samples" in at_start.memory_line(small)
-    assert report.as_dict(small)["plans"][0]["device_that_only_samples"] == sizes
+    assert Plans((small,)).as_dict()["plans"][0]["device_that_only_samples"] == sizes
     with pytest.raises(ConfigError, match="^rollout.mesh_shape: weight .* is not a multiple of the mesh's tp=3"):
         case_of(cfg, [own[0], "rollout.mesh_shape=[[1,3],[fsdp,tp]]"])
 
@@ -248,13 +248,15 @@ def test_the_peak_is_what_is_resident_and_the_phase_that_adds_most(cfg):
     ],
 )
 def test_what_the_compiler_refuses_does_not_fit(cfg, said):
-    needed, words = _needed(said)
-    assert needed == int(17.14 * GiB)
-    assert words == "17.14 GiB of 15.75 GiB"
-    found = of_sizes(cfg, 100 * GiB, refused=[DoesNotFit("update", needed, words)])
+    def refuse():
+        raise jax.errors.JaxRuntimeError(said)
+
+    with pytest.raises(DoesNotFit, match=r"update: 17\.14 GiB of 15\.75 GiB") as caught:
+        compiled("update", refuse, {"fsdp": 1, "tp": 1})
+    found = of_sizes(cfg, 100 * GiB, refused=[caught.value])
     assert found.fits is False
-    assert found.peak_bytes == needed
-    assert report.short_form(found)[-1] == "  update: 17.14 GiB of 15.75 GiB"
+    assert found.peak_bytes == int(17.14 * GiB)
+    assert Plans((found,)).short_form()[-1] == "  update: 17.14 GiB of 15.75 GiB"
 
 
 def test_a_run_asks_for_the_share_of_a_gpu_that_a_plan_counts_on(monkeypatch):
@@ -291,7 +293,7 @@ def test_all_meshes_are_ranked_what_fits_first_and_then_the_smallest():
     peaks = [p.peak_bytes for p in found.plans]
     assert peaks == sorted(peaks)
     assert [sizes for sizes, _ in found.refused] == [{"fsdp": 2, "tp": 8}, {"fsdp": 1, "tp": 16}]  # 4 heads
-    lines = [line for line in report.short_form(found) if "cannot be" in line]
+    lines = [line for line in found.short_form() if "cannot be" in line]
     assert [line.strip().partition(":")[0] for line in lines] == ["fsdp=2 tp=8 cannot be", "fsdp=1 tp=16 cannot be"]
     assert "heads=4 is not a multiple of the mesh's tp=8" in lines[0]
     large = planned(["model=gemma3_12b", "training.mixed_precision=bf16"], target="v5e-16", mesh="all")

@@ -28,7 +28,7 @@ from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.runs.setup import check_resumed, find_parts, write_fingerprint
+from tunix_lite.runs.setup import check_resumed, find_parts
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose
@@ -191,7 +191,7 @@ def test_a_teacher_that_changed_between_two_starts_is_noticed(tmp_path):
     parts = find_parts(run)
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    write_fingerprint(parts, run_dir)
+    parts.write_fingerprint(run_dir)
     assert check_resumed(parts, run_dir) == ""
     (weights,) = folder.glob("*.safetensors")
     content = bytearray(weights.read_bytes())

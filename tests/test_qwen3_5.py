@@ -34,8 +34,7 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler, rollout_of
-from tunix_lite.rollout.programs import SamplerSpec, longest_chunk
-from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))
@@ -457,12 +456,12 @@ def test_the_state_of_slots_is_counted():
     cfg = compose(["model=qwen3.5_0.8b", "model.weights=random"]).model.architecture
     shapes = kv_cache.cache_shapes(cfg, 1, 100, jnp.bfloat16, False, 1)
     state = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
-    assert kv_cache.tree_bytes(shapes) == state + 100 * 12_288
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) == state + 100 * 12_288
     eight = kv_cache.cache_shapes(cfg, 1, 100, jnp.bfloat16, True, 1)
     assert {x.dtype for x in jax.tree.leaves(eight[0])} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
 
 
 def test_a_turn_that_ends_with_a_stop_text_is_never_taken_back():
     """Chunks are of one token there: a state cannot be rewound to the middle of one."""
-    spec = SamplerSpec(CFG, GenerationConfig(4, 8), (1,), 0, jnp.float32, chunk=8)
-    assert longest_chunk(spec) == 1
+    sample = make_sampler(CFG, GenerationConfig(4, 8, stop=("\n",)), (1,), 0, rollout=RolloutConfig(chunk=8))
+    assert sample.of_turns(None).programs.spec.chunk == 1

@@ -171,11 +171,16 @@ def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monk
         parts=SimpleNamespace(resolved=resolved),
         run=compose([]),
     )
-    session._failed(run_session, ValueError("something else"))
+
+    def fail(error):
+        with pytest.raises(type(error)), session._status_at_the_end(run_session, ""):
+            raise error
+
+    fail(ValueError("something else"))
     assert not any("memory" in text for text in said)
     outer = RuntimeError("step 4")
     outer.__cause__ = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-    session._failed(run_session, outer)
+    fail(outer)
     assert any(text.startswith("out of memory: ") for text in said)
 
 

@@ -15,7 +15,7 @@ import pytest
 from tunix_lite.planning.hardware import Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.runs.learner import build_learner
-from tunix_lite.runs.setup import prepare, write_fingerprint
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import find_model
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -86,7 +86,7 @@ def test_a_resumed_state_is_never_held_twice(settings, tmp_path):
     checkpoints = Checkpoints(RunDir(tmp_path).checkpoints)
     checkpoints.save(state.replace(step=state.step + 1))
     checkpoints.close()
-    write_fingerprint(parts, RunDir(tmp_path))
+    parts.write_fingerprint(RunDir(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     del state
     # What other tests have left is freed whenever Python collects garbage.

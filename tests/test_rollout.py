@@ -441,7 +441,10 @@ def test_int8_keys_are_at_most_half_a_scale_off_and_a_third_of_the_bytes(cfg):
         assert codes.dtype == np.int8 and (off <= (0.5 + 1e-4) * scales[..., None]).all()
 
     def size(cfg, dtype, int8):
-        return kv_cache.tree_bytes(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, 3, 20, dtype, int8)))
+        return sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(jax.eval_shape(lambda: kv_cache.empty_cache(cfg, 3, 20, dtype, int8)))
+        )
 
     assert size(cfg, jnp.float32, True) * 32 == size(cfg, jnp.float32, False) * 12
     gemma = Architecture(262_144, 26, 1152, 4, 1, 256, 6912)
@@ -472,7 +475,7 @@ def test_weights_are_gathered_if_they_the_cache_and_the_prompts_fit_into_nine_te
 
     def chosen(params, **settings):
         how = (GenerationConfig(LONG, ROOM), RolloutConfig(**settings), 4, [(2, 2), (4, 1)])
-        return memory.choose_weights(params, cfg, jnp.float32, *how)
+        return memory.choose_weights(params, memory.SamplingMemory.here(cfg, jnp.float32, *how))
 
     assert chosen(None, weights="sharded") == ("sharded", "weights sharded, as rollout.weights says")
     assert chosen(None) == ("gathered", "each device has all weights, as fsdp is 1")
@@ -500,7 +503,7 @@ def test_decoding_updates_the_cache_in_place(cfg):
     slots = programs.make_slots(2)
     per_layer_params = generate.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()
-    cache = kv_cache.tree_bytes(slots.cache)
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots.cache))
     assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < 0.3 * cache  # of which the attention scores of one layer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.runs.setup import check_fields, check_in_memory, prepare, startup_summary
+from tunix_lite.runs.setup import check_fields, check_in_memory, prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.row_files import Rows
@@ -45,7 +45,7 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
     assert list(run.task.rewards) == ["near"] and run.task.correct is near
     assert run.task.rewards["near"].fn("3 ", rows[3]) == 1 and run.task.extract(" 3\n") == "3"
     parts = prepare(run, RunDir(tmp_path / "run"))
-    said = dict(startup_summary(parts, RunDir(tmp_path / "run"))[1])["data"]
+    said = dict(parts.summary(RunDir(tmp_path / "run"))[1])["data"]
     assert said == (
         "20 examples to train on, 3 held out; all 3 held-out examples are evaluated (evaluation.num_examples=256)"
     )

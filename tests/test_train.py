@@ -33,7 +33,7 @@ from tunix_lite.report.evidence import read_evidence
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Job
-from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
+from tunix_lite.runs.setup import prepare, resume_from_folder
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -635,7 +635,7 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
 
     data.write_text("\n".join(rows))
     run = compose([*SHORT, "~task.source", f"+{source}", "evaluation.num_examples=8"])
-    write_fingerprint(prepare(replace(run, resume=replace(run.resume, force=True)), folder), folder)
+    prepare(replace(run, resume=replace(run.resume, force=True)), folder).write_fingerprint(folder)
     signed = json.loads(folder.fingerprint.read_text())
     assert found("evaluation.num_examples=8", "model.mesh_shape=[[4,1],[fsdp,tp]]") == ""
     assert found("evaluation.num_examples=3") == "evaluation.num_examples: 3 here, 8 there", "said, and the run goes on"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import select
-import signal
 import sys
 from collections.abc import Iterator
 
@@ -36,9 +35,3 @@ def open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
-def end_when_unread() -> None:
-    """Makes the process end without a word when its output has no reader any more, as `cat` does.
-    For what only shows something: Hydra would print a traceback."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

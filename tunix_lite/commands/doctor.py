@@ -2,6 +2,7 @@
 or several runs, beside each other."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.locks import is_held
@@ -9,8 +10,8 @@ from tunix_lite.basics.plain_text import counted, escaped
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.report.comparison import lines_of_runs, result_lines, runs_in
-from tunix_lite.report.evidence import Evidence, read_evidence
-from tunix_lite.report.findings import Finding, diagnose
+from tunix_lite.report.evidence import read_evidence
+from tunix_lite.report.findings import diagnose
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,20 @@ def doctor(settings: Doctor) -> None:
         # a folder of a sweep has no metrics of its own, and its runs have
         if len(folders) == 1 and not (folders[0] / "metrics.jsonl").is_file():
             folders = runs_in(folders[0]) or folders
-        if len(folders) > 1:
-            lines = lines_of_runs(folders)
-        else:
-            run = read_evidence(folders[0])
-            # a run that holds its folder is alive, and was not killed
-            results = result_lines(run, is_held(folders[0]))
-            lines = finding_lines(run, results, diagnose(run))
+        lines = lines_of_runs(folders) if len(folders) > 1 else lines_of_run(folders[0])
         print("\n".join(escaped(line, 1000) for line in lines))
 
 
-def finding_lines(run: Evidence, results: list[str], findings: list[Finding]) -> list[str]:
-    """The results and the findings for people."""
+def lines_of_run(folder: Path) -> list[str]:
+    """The results and the findings of a run for people."""
+    run = read_evidence(folder)
     courses = map(run.series, ("reward/mean", "eval/accuracy"))
     known = [f", {one.name} {one.first:.3g} → {one.last:.3g}" for one in courses if one]
     lines = [f"{run.folder}: {counted(run.num_steps, 'step')}{''.join(known)}"]
-    lines += [*results, *(f"not read: {text}" for text in dict.fromkeys(run.unread))]
+    # a run that holds its folder is alive, and was not killed
+    lines += result_lines(run, is_held(folder))
+    findings = diagnose(run)
+    lines += [f"not read: {text}" for text in dict.fromkeys(run.unread)]
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.what} [{finding.name}]")
         lines += [f"     {text}" for text in finding.evidence]

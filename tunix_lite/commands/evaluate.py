@@ -18,7 +18,7 @@ from tunix_lite.basics.imports import looking_in_working_folder
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
 from tunix_lite.commands.generate import escape_for_terminal
-from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.commands.which_weights import WhichWeights
 from tunix_lite.distributed.agreement import digests_of_code, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (
@@ -134,7 +134,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
         files = {}
         for which in ("model", "against") if options.against is not None else ("model",):
             if which == "model":
-                model = open_chosen_model(run, settings)
+                model = settings.open(run)
             else:
                 with _naming_against(options):
                     model = load(
@@ -159,7 +159,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             "generation": asdict(run.generation),
             "mixed_precision": run.training.mixed_precision,
         }
-        text = evaluation.as_markdown(models, facts, {name: result})
+        text = evaluation.as_markdown(models, facts, name, result)
         print(escape_for_terminal(text), end="")
         numbers = {"models": models, "settings": facts, "tasks": {name: asdict(result)}}
         files["results.md"] = text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.commands.which_weights import WhichWeights
 from tunix_lite.inference import export as exporting
 from tunix_lite.settings.config import RunConfig
 
@@ -43,7 +43,7 @@ def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
     kind = exporting.check_export(
         has_adapters, out, settings.kind, settings.dtype, settings.overwrite, settings.type
     )
-    model = open_chosen_model(run, settings, "fp32")
+    model = settings.open(run, "fp32")
     written = exporting.export(
         model, out, kind, settings.dtype, settings.overwrite, settings.type
     )

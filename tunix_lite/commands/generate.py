@@ -11,7 +11,7 @@ from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import shortened, visible
 from tunix_lite.basics.untrusted import parse_json
 from tunix_lite.commands import program
-from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.commands.which_weights import WhichWeights
 from tunix_lite.inference.language_model import Completion, LanguageModel, Prompt
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.settings.config import RunConfig
@@ -65,7 +65,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     if out is not None and out.exists() and not settings.overwrite:
         more = "give another file, or overwrite=true to replace it"
         raise ConfigError(f"out={out} exists; {more}")
-    model = open_chosen_model(run, settings)
+    model = settings.open(run)
 
     with error_context("generate"):
         # A single completion appears on the terminal while it is sampled.
@@ -119,7 +119,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
 def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     """A conversation: reads lines from standard input, and prints the model's answer to each.
     Raises ConfigError if the model has no chat template."""
-    model = open_chosen_model(run, settings)
+    model = settings.open(run)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
             f"{model.source.name} has no chat template; model.chat_template=chatml or FILE.jinja "

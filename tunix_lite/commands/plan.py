@@ -104,8 +104,8 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
             plan = replace(plan, forecast=step)
         plans.append(plan)
     found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
-    report.write(found, folder)
-    print("\n".join([*report.short_form(found), ""]))
+    found.write(folder)
+    print("\n".join([*found.short_form(), ""]))
     if settings.verify is not None:
         print("\n".join([*verified(found.plans[0], settings.verify), ""]))
     print(f"written to {folder}/plan.json")
@@ -164,19 +164,19 @@ def verified(plan: Plan, folder: str) -> list[str]:
     """The plan against what the run in this folder measured: lines of a table. Seconds are medians
     over the steps after the first two, which compile."""
     run = read_evidence(as_path(folder))
-    predicted = {"memory/peak_gb": plan.peak_bytes / 1e9}
-    measured = {"memory/peak_gb": run.series("memory/peak_gb").largest}
+    both = {"memory/peak_gb": (plan.peak_bytes / 1e9, run.series("memory/peak_gb").largest)}
     if plan.forecast is not None:
         seconds = plan.forecast.seconds
-        predicted["time/rollout"] = seconds.get("prefill", 0.0) + seconds.get("decode", 0.0)
-        predicted["time/update"] = seconds["update"]
-        predicted["time/step"] = plan.forecast.step_seconds
-        for name in ("time/rollout", "time/update", "time/step"):
+        predicted = {
+            "time/rollout": seconds.get("prefill", 0.0) + seconds.get("decode", 0.0),
+            "time/update": seconds["update"],
+            "time/step": plan.forecast.step_seconds,
+        }
+        for name, value in predicted.items():
             steps = run.series(name).values[_FIRST_STEPS:]
-            measured[name] = float(np.median(steps)) if len(steps) else np.nan
+            both[name] = (value, np.median(steps) if len(steps) else np.nan)
     rows = [("", "predicted", "measured", "off by")]
-    for name, value in predicted.items():
-        took = measured[name]
+    for name, (value, took) in both.items():
         # nan: the run has no such number, or no step after the first two
         off = f"{value / took - 1:+.0%}" if took > 0 else "-"
         rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,11 +19,7 @@ from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.plain_text import visible, without_secrets
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import help as help_pages
-from tunix_lite.commands.closed_pipe import (
-    as_long_as_read,
-    end_when_unread,
-    open_closed_streams,
-)
+from tunix_lite.commands.closed_pipe import as_long_as_read, open_closed_streams
 from tunix_lite.distributed.command_line import (
     SHOWS_ONLY,
     check_config_dir,
@@ -70,7 +67,9 @@ def main(
     keep_freed_memory()
     open_closed_streams()
     if SHOWS_ONLY & set(sys.argv[1:]):
-        end_when_unread()
+        # It ends without a word where nobody reads any more, as `cat` does: Hydra would print a
+        # traceback.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if help_pages.answered(sys.argv[1:]):
         return
     argv = expand_short_forms(sys.argv[1:])

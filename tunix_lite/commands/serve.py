@@ -13,11 +13,11 @@ import jax
 
 from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.commands import program
-from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
+from tunix_lite.commands.which_weights import WhichWeights
 from tunix_lite.inference.live import live_engine
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.face import ServerSettings, check_port
+from tunix_lite.serving.face import ServerSettings
 from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
@@ -84,7 +84,7 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
     shared = {field.name for field in fields(ServerSettings)} - {"api_key"}
     how = ServerSettings(api_key=key, **{name: getattr(settings, name) for name in shared})
     try:
-        asyncio.run(check_port(settings.host, settings.port))
+        asyncio.run(how.check_port())
         if settings.api == "tinker":
             _serve_tinker(run, settings, how)
         else:
@@ -96,7 +96,7 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
 
 
 def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
-    model = open_chosen_model(run, settings)
+    model = settings.open(run)
     with error_context("serve"):
         engine = live_engine(model, run.generation, run.rollout, settings.max_waiting)
     generation = engine.spec.generation

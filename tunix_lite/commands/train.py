@@ -4,7 +4,6 @@ import contextlib
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tunix_lite.basics.addresses import shown_place
@@ -25,27 +24,21 @@ from tunix_lite.distributed.join import (
     has_joined,
     hosts,
     initialise,
-    is_alone,
     is_first,
 )
 from tunix_lite.distributed.meeting import NotMet
+from tunix_lite.distributed.process_place import find_place
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine
-from tunix_lite.planning.report import short_form
+from tunix_lite.planning.report import Plans
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import (
     Parts,
-    check_resumed,
-    find_parts,
     prepare,
-    resume_from_folder,
-    startup_summary,
-    with_data_as_before,
-    with_packing_as_before,
 )
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.config import RunConfig, plain
@@ -106,15 +99,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
     Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run."""
     run_dir = RunDir(folder)
-    run = with_data_as_before(run, run_dir)
-    parts = find_parts(run)
-    with error_context("hydra.run.dir"):
-        run_dir.check()
-    resume_from = resume_from_folder(parts.resolved.run, run_dir)
-    parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
-    if resume_from is not None:
-        earlier = RunDir(resume_from.parent)
-        parts = replace(parts, differs=check_resumed(parts, earlier, is_downloaded=False))
+    parts = prepare(run, run_dir, downloads=False)
 
     # The plan by formulas: compiling would take as long as a start.
     model = parts.model
@@ -123,14 +108,15 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     plan = planning.estimated(run, machine, model.cfg, model.lora, sizes)
     messages: list[str] = []
     check_fits(plan, messages.append)
-    title, rows = startup_summary(parts, run_dir)
+    title, rows = parts.summary(run_dir)
     shown = [(name, text) for name, text in rows if name != "outputs"]
-    if resume_from is not None:
+    if parts.resume_from is not None:
         differs = parts.differs and f"; what differs from its run: {parts.differs}"
-        shown.append(("resume", f"from the checkpoint in {resume_from}{differs}"))
+        shown.append(("resume", f"from the checkpoint in {parts.resume_from}{differs}"))
     if is_first():
         lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
-        lines += [*short_form(plan)[-2:], *messages, "nothing was run, nothing was written"]
+        lines += Plans((plan,)).short_form()[-2:]
+        lines += [*messages, "nothing was run, nothing was written"]
         print("\n".join(visible(line) for line in lines), flush=True)
     return parts
 
@@ -194,7 +180,7 @@ def join(run: RunConfig) -> None:
     with error_context(""):
         # can it be read?
         job_start_time(os.environ)
-        if "$" in folder and not is_alone(run.launch, os.environ):
+        if "$" in folder and not find_place(run.launch, os.environ).is_alone:
             # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
         ours = process_info(

@@ -27,22 +27,19 @@ class WhichWeights:
         if self.step is not None and self.checkpoint is None:
             raise ValueError("step= needs a run: give checkpoint=FOLDER, too")
 
+    def open(self, run: RunConfig, dtype: str | None = None) -> LanguageModel:
+        """Loads the model that `run.model` and these settings name, onto `run.model.mesh_shape`.
+        dtype: bf16 or fp32; None: as training.mixed_precision says. Raises ConfigError."""
+        keep_programs(run.runtime.program_cache)
+        # Weights that the run drew at random come back only from the run's own seed.
+        folder = None
+        seed = run.seed
+        if self.checkpoint is not None:
+            folder = Path(self.checkpoint).expanduser()
+            _, seed = run_settings(folder, run.model.family)
 
-def open_chosen_model(
-    run: RunConfig, which: WhichWeights, dtype: str | None = None
-) -> LanguageModel:
-    """Loads the model that `run.model` and `which` name, onto `run.model.mesh_shape`. dtype: bf16
-    or fp32; None: as training.mixed_precision says. Raises ConfigError."""
-    keep_programs(run.runtime.program_cache)
-    # Weights that the run drew at random come back only from the run's own seed.
-    folder = None
-    seed = run.seed
-    if which.checkpoint is not None:
-        folder = Path(which.checkpoint).expanduser()
-        _, seed = run_settings(folder, run.model.family)
-
-    dtype = dtype or run.training.mixed_precision
-    model = open_model(run.model, folder, which.step, dtype, seed)
-    if model.mesh.size < jax.device_count():
-        print(f"devices: {devices_taken(model.mesh)}", file=sys.stderr)
-    return model
+        dtype = dtype or run.training.mixed_precision
+        model = open_model(run.model, folder, self.step, dtype, seed)
+        if model.mesh.size < jax.device_count():
+            print(f"devices: {devices_taken(model.mesh)}", file=sys.stderr)
+        return model

@@ -71,7 +71,7 @@ def initialise(
         agreed = meet(place, about, launch.timeout)
 
     # Where only jax knows the others, they compare themselves through jax.
-    if place.num_processes > 1 or place.asks_jax:
+    if not place.is_alone:
         _start_jax(launch, place, local_devices(place, environ))
     if place.asks_jax:
         import jax
@@ -105,12 +105,6 @@ def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
     # A full disk must not end a run here.
     with contextlib.suppress(OSError):
         Path(environ[HEARTBEAT] + SETTINGS).write_text(json.dumps(settings))
-
-
-def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    """Whether this process is a run by itself, as far as that is known before jax starts."""
-    place = find_place(launch, environ)
-    return place.num_processes == 1 and not place.asks_jax
 
 
 def agree(values: dict[str, str], error: str | None = None) -> None:

@@ -54,13 +54,39 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`; exits, with 2 if arguments or settings are wrong."""
+    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
+    wrong."""
+    about = "Starts and watches the processes of a run here; the first one has the screen."
+    parser = argparse.ArgumentParser(
+        "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
+    )
+    parser.add_argument(
+        "--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1"
+    )
+    what = (
+        "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
+    )
+    # Whatever stands behind the program is its own, also words with dashes.
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     # All that can be wrong is found before a process is started.
     try:
-        nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
+        known, unknown = parser.parse_known_args(arguments)
+        program = known.program[1:] if known.program[:1] == ["--"] else known.program
+        flags = [word.partition("=")[0] for word in [*unknown, *program]]
+        if "--nprocs" in flags and not unknown:
+            raise ValueError(
+                "--nprocs is a flag of the launcher: write it before the program and its settings"
+            )
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: the launcher has no such flag; it has --nprocs. torchrun's "
+                "--nproc_per_node is --nprocs, for several machines set MASTER_ADDR, MASTER_PORT, "
+                "WORLD_SIZE and RANK on each, and settings of the run are written key=value, "
+                "without dashes, after the program"
+            )
         program = command_line.on_this_machine(program)
         command_line.check_config_dir(command_line.config_dir(program))
-        group = local_processes(nprocs, os.environ)
+        group = local_processes(known.nprocs, os.environ)
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -101,37 +127,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(text, file=sys.stderr)
         code = 1
     sys.exit(code)
-
-
-def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
-    """--nprocs, and the words after it. Raises ValueError or argparse.ArgumentError."""
-    about = "Starts and watches the processes of a run here; the first one has the screen."
-    parser = argparse.ArgumentParser(
-        "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
-    )
-    parser.add_argument(
-        "--nprocs", type=int, default=1, metavar="N", help="processes on this machine; 1"
-    )
-    what = (
-        "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
-    )
-    # Whatever stands behind the program is its own, also words with dashes.
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
-    known, unknown = parser.parse_known_args(arguments)
-    program = known.program[1:] if known.program[:1] == ["--"] else known.program
-    flags = [word.partition("=")[0] for word in [*unknown, *program]]
-    if "--nprocs" in flags and not unknown:
-        raise ValueError(
-            "--nprocs is a flag of the launcher: write it before the program and its settings"
-        )
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]}: the launcher has no such flag; it has --nprocs. torchrun's "
-            "--nproc_per_node is --nprocs, for several machines set MASTER_ADDR, MASTER_PORT, "
-            "WORLD_SIZE and RANK on each, and settings of the run are written key=value, without "
-            "dashes, after the program"
-        )
-    return known.nprocs, program
 
 
 @dataclass(frozen=True)
@@ -217,7 +212,7 @@ def _supervise(
     command: list[str],
     environments: Callable[[], list[dict]],
     logs: Path,
-    no_restart: str = "",
+    no_restart: str,
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
     environments: called for each attempt. logs: the folder for the output. no_restart: why the run

@@ -48,6 +48,11 @@ class ProcessPlace:
     source: str = "nothing"  # the settings or variables that this comes from, for messages
     asks_jax: bool = False  # whether jax's own detection must find the rest
 
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether it is a run by itself, as far as that is known before jax starts."""
+        return self.num_processes == 1 and not self.asks_jax
+
 
 # The settings, and the variables of torchrun, that say which process this is.
 IDS = ("coordinator", "num_processes", "process_id")
@@ -74,11 +79,7 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace
         or _of_jax(environ)
         or ProcessPlace()
     )
-    return (
-        place
-        if place.num_processes > 1 or place.asks_jax
-        else ProcessPlace(source=place.source)
-    )
+    return ProcessPlace(source=place.source) if place.is_alone else place
 
 
 def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:

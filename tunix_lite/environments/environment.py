@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tunix_lite.basics.plain_text import escaped
 from tunix_lite.rewards.scores import MOST_REWARD
-from tunix_lite.workers.child import KEPT, short_repr
+from tunix_lite.workers.child import KEPT, NotANumber, short_repr
 
 # Roles of messages in an environment's answer. A message of the assistant continues the model's
 # own text.
@@ -55,9 +55,11 @@ class Environment(Protocol):
 EnvironmentSource = Callable[[], Environment] | Environment
 
 
-class NotATurn(Exception):
+class NotATurn(NotANumber):
     """Raised for an object that is no environment, or a value that is no turn. Its text describes
     the object."""
+
+    kind = "not_a_turn"
 
 
 def fresh(make: EnvironmentSource) -> Environment:

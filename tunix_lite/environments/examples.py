@@ -56,15 +56,3 @@ class DrawnSource:
     def draw(self, rng: np.random.Generator, held_out: bool) -> dict:
         """One example of a split."""
         return self.make(rng)
-
-
-def last_integer(text: str) -> int | None:
-    """The last whole number in a text of up to nine digits, which a sentence may end with; None:
-    there is none."""
-    number = None
-    for word in text.split():
-        digits = word.strip(".,:;!?()[]*'\"$\\")
-        sign = digits.startswith("-")
-        if digits[sign:].isdecimal() and digits.isascii() and len(digits) <= 10:
-            number = int(digits)
-    return number

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import DrawnSource, last_integer
+from tunix_lite.environments.examples import DrawnSource
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GuessingGame:
 
     def step(self, completion: str) -> Turn:
         """Says whether the secret is higher or lower than the guess."""
-        guess = last_integer(completion)
+        guess = _last_integer(completion)
         self.left -= 1
         if guess == self.secret:
             return Turn("right", 1.0, done=True, info={"won": True})
@@ -79,4 +79,16 @@ class GuessingGame:
 
 def is_secret(completion: str, example: dict) -> float:
     """1 if the completion guesses the secret, else 0."""
-    return float(last_integer(completion) == example["secret"])
+    return float(_last_integer(completion) == example["secret"])
+
+
+def _last_integer(text: str) -> int | None:
+    """The last whole number in a text of up to nine digits, which a sentence may end with; None:
+    there is none."""
+    number = None
+    for word in text.split():
+        digits = word.strip(".,:;!?()[]*'\"$\\")
+        sign = digits.startswith("-")
+        if digits[sign:].isdecimal() and digits.isascii() and len(digits) <= 10:
+            number = int(digits)
+    return number

@@ -13,14 +13,13 @@ from typing import NamedTuple
 from tunix_lite.environments.environment import (
     Environment,
     EnvironmentSource,
-    NotATurn,
     Turn,
     call_reset,
     fresh,
     read_turn,
 )
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.workers.child import NotANumber, short_repr
+from tunix_lite.workers.child import short_repr
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 # times that one call is made again because its process was lost by other conversations
@@ -37,10 +36,6 @@ class Reply(NamedTuple):
     failure: str = ""
     message: str = ""
     seconds: float = 0.0
-
-
-class _NotATurn(NotANumber):
-    kind = "not_a_turn"
 
 
 class _Conversations:
@@ -61,25 +56,22 @@ class _Conversations:
         began = time.perf_counter()
         number = call["id"]
         turn = Turn("")
-        try:
-            if call["do"] == "reset":
-                environment = fresh(self.make)
-                turn = Turn(call_reset(environment, call["example"]))
-                self._live[number] = (environment, 0)
-            elif call["do"] == "close":
-                environment, _ = self._live.pop(number, (None, 0))
-                if callable(close := getattr(environment, "close", None)):
-                    close()
-            else:
-                environment, turns = self._live.get(number, (None, -1))
-                if turns != call["turn"]:
-                    return None
-                # one that fails answers no more, and is still to be closed
-                self._live[number] = (environment, -1)
-                turn = read_turn(environment.step(completion))
-                self._live[number] = (environment, turns + 1)
-        except NotATurn as error:
-            raise _NotATurn(str(error)) from error
+        if call["do"] == "reset":
+            environment = fresh(self.make)
+            turn = Turn(call_reset(environment, call["example"]))
+            self._live[number] = (environment, 0)
+        elif call["do"] == "close":
+            environment, _ = self._live.pop(number, (None, 0))
+            if callable(close := getattr(environment, "close", None)):
+                close()
+        else:
+            environment, turns = self._live.get(number, (None, -1))
+            if turns != call["turn"]:
+                return None
+            # one that fails answers no more, and is still to be closed
+            self._live[number] = (environment, -1)
+            turn = read_turn(environment.step(completion))
+            self._live[number] = (environment, turns + 1)
         seconds = time.perf_counter() - began
         return {"turn": asdict(turn), "seconds": seconds}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.basics.plain_text import message_of
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.tool_calls import ToolCall, calls_in
+from tunix_lite.environments.tool_calls import calls_in
 from tunix_lite.workers.child import short_repr
 
 _ROLES = ("tool", "user", "assistant")
@@ -85,14 +85,35 @@ class ToolEnvironment:
         left = max(0, self.max_calls - self.num_calls)
         is_first = self.num_calls == 0
         self.num_calls += len(calls)
-        results = [self._make(call) for call in calls[:left]]
-        texts = [text for text, _ in results]
+        tools = dict(zip(self.names, self.tools))
+        texts = []
+        failed = 0
+        # Makes the calls. A result is text for the model.
+        for call in calls[:left]:
+            problem = call.problem
+            text = ""
+            if not problem and call.name not in tools:
+                problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
+            elif not problem and not isinstance(call.arguments, dict):
+                wrong = short_repr(call.arguments)
+                problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
+            elif not problem:
+                try:
+                    # Whatever it raises, the model reads it, and may do better in its next turn.
+                    text = str(tools[call.name](**call.arguments))
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {message_of(error)}"
+            text = f"Error: {problem}" if problem else text
+            more = len(text) - self.max_result
+            if more > 0:
+                text = f"{text[: self.max_result]}... and {more} more characters"
+            texts.append(text)
+            failed += bool(problem)
+        # once in a conversation, whether or not it comes to an answer
+        info = {"tool_calls": len(texts), "tool_errors": failed, "called_a_tool": is_first}
         if len(calls) > left:
             self.was_asked = True
             texts.append(NO_CALLS_LEFT)
-        failed = sum(not is_right for _, is_right in results)
-        # once in a conversation, whether or not it comes to an answer
-        info = {"tool_calls": len(results), "tool_errors": failed, "called_a_tool": is_first}
 
         texts = [self.result.replace("{result}", text) for text in texts]
         if self.role == "tool":
@@ -105,28 +126,6 @@ class ToolEnvironment:
             between = "\n" if self.role == "user" else ""
             messages = [{"role": self.role, "content": between.join(texts)}]
         return Turn(messages, info=info)
-
-    def _make(self, call: ToolCall) -> tuple[str, bool]:
-        """Makes a call. Returns its result, as the model reads it, and whether it went well."""
-        tools = dict(zip(self.names, self.tools))
-        problem = call.problem
-        text = ""
-        if not problem and call.name not in tools:
-            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
-        elif not problem and not isinstance(call.arguments, dict):
-            wrong = short_repr(call.arguments)
-            problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
-        elif not problem:
-            try:
-                # Whatever a tool raises, the model reads it, and may do better in its next turn.
-                text = str(tools[call.name](**call.arguments))
-            except Exception as error:
-                problem = f"{type(error).__name__}: {message_of(error)}"
-        text = f"Error: {problem}" if problem else text
-        more = len(text) - self.max_result
-        if more > 0:
-            text = f"{text[: self.max_result]}... and {more} more characters"
-        return text, not problem
 
 
 def schema_of(tool: Callable[..., object]) -> dict:

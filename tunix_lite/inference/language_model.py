@@ -23,9 +23,9 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
-from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import next_power_of_two
 from tunix_lite.rollout.generate import make_sampler
+from tunix_lite.rollout.memory import SamplingMemory, choose_weights
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.settings.config import RunConfig, build
@@ -216,9 +216,8 @@ class LanguageModel:
         with jax.set_mesh(self.mesh):
             slots = round_up_to_shards(slots, self.mesh.shape["fsdp"])
             counts = [(len(tokens), num_generations)]
-            weights, _ = memory.choose_weights(
-                self.params, self.cfg, self.dtype, generation, rollout, slots, counts
-            )
+            how = (self.cfg, self.dtype, generation, rollout, slots, counts)
+            weights, _ = choose_weights(self.params, SamplingMemory.here(*how))
             rollout = replace(rollout, num_slots=slots, weights=weights)
             sample = _sampler(
                 self.cfg,

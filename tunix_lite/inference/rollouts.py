@@ -10,8 +10,8 @@ from tunix_lite.basics.types import Params, Prompts, Rollout
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
-from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.memory import SamplingMemory, choose_weights
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 
 # On a CPU: slots of any model, and weights times slots of a small one.
@@ -37,9 +37,8 @@ def generate_of(
             busy = _CPU_WORK // num_params(decoder.weights(model.cfg))
             busy = round_up_to_shards(max(_CPU_SLOTS, busy), model.mesh.shape["fsdp"])
             slots = min(slots, busy)
-        weights, _ = memory.choose_weights(
-            model.params, model.cfg, model.dtype, generation, rollout, slots, counts
-        )
+        how = (model.cfg, model.dtype, generation, rollout, slots, counts)
+        weights, _ = choose_weights(model.params, SamplingMemory.here(*how))
     generate = make_generate(
         model.cfg,
         generation,

@@ -73,23 +73,20 @@ def fused_draw(
     on_devices = jax.shard_map(
         on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return _best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
-
-
-def _best_of_pieces(V: int, *pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first of the best tokens of each row, [B] int32, the last one with NaN; and its
-    log-probability, [B]. Five arrays [B, P]: the best score of each piece, its token and logit, the
-    maximum of the logits, and the sum of exp(logit - maximum)."""
+    # [B, P] each: the best score of a piece, its token and logit, the maximum of the logits, and
+    # the sum of exp(logit - maximum).
+    *operands, sum_BP = on_devices(hidden_BD, table_VD, key_data_B2, temperature_1)
 
     def better(left: tuple, right: tuple) -> tuple:
-        is_left = (left[0] > right[0]) | ((left[0] == right[0]) & (left[1] < right[1]))
+        is_first = (left[0] == right[0]) & (left[1] < right[1])
+        is_left = (left[0] > right[0]) | is_first
         chosen = [jnp.where(is_left, a, b) for a, b in zip(left[1:3], right[1:3])]
         # maximum keeps NaN.
         return jnp.maximum(left[0], right[0]), *chosen, jnp.maximum(left[3], right[3])
 
+    # The first of the best tokens, the last one with NaN.
     lowest = jnp.float32(-jnp.inf)
     start = (lowest, jnp.int32(V - 1), lowest, lowest)
-    *operands, sum_BP = pieces
     score_B, token_B, logit_B, top_B = jax.lax.reduce(tuple(operands), start, better, (1,))
     token_B = jnp.where(jnp.isnan(score_B), V - 1, token_B)
     sum_B = jnp.sum(sum_BP * jnp.exp(operands[3] - top_B[:, None]), axis=-1)
@@ -150,7 +147,7 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
     token_R = jnp.min(jnp.where(is_best_RW, token_1W, last), axis=1)
     is_drawn_RW = token_1W == token_R[:, None]
     logit_R = jnp.sum(jnp.where(is_drawn_RW, logits_RW, 0.0), axis=1)
-    # By this score `_best_of_pieces` sees that there was a NaN.
+    # By this score the choice among pieces sees that there was a NaN.
     best_R = jnp.where(has_nan_R, jnp.nan, best_R)
     for ref, x in zip(out_refs, (best_R, token_R, logit_R, top_R, sum_R)):
         # Rows beyond the last write the numbers of the last once more.
@@ -158,29 +155,23 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
 
 
 # How far each of four rounds turns a word, by turns.
-TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def _threefry(
-    keys: tuple[jax.Array, jax.Array], low: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The two words of threefry-2x32 with 20 rounds, of a key and the counter (0, low), uint32."""
-    # The constant of the paper, for which no extended key is all zeros.
+def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
+    """Element `counter` of jax.random.gumbel of this key, float32."""
+    # The two words of threefry-2x32 with 20 rounds, of the key and (0, counter). The constant of
+    # the paper, for which no extended key is all zeros.
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))
-    x, y = keys[0], low + keys[1]
+    x = keys[0]
+    y = counter + keys[1]
     for group in range(5):
-        for turn in TURNS[group % 2]:
+        for turn in _TURNS[group % 2]:
             x = x + y
             y = (y << jnp.uint32(turn)) | (y >> jnp.uint32(32 - turn))
             y = x ^ y
         x = x + schedule[(group + 1) % 3]
         y = y + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
-    return x, y
-
-
-def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
-    """Element `counter` of jax.random.gumbel of this key, float32."""
-    x, y = _threefry(keys, counter)
     # 23 bits as a number from 0 to 1, and in place of 0 the smallest normal number.
     bits = ((x ^ y) >> jnp.uint32(9)).astype(jnp.int32)
     uniform = bits.astype(jnp.float32) * jnp.float32(2.0**-23)

@@ -7,11 +7,11 @@ from functools import partial
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.hardware import Machine, find_machine, slice_shapes
+from tunix_lite.planning.hardware import Machine, find_machine
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
-from tunix_lite.settings.batch_size import lengths_of, plan_batch
+from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.settings.resolved_run import find_model, micro_batches_to_try, with_micro_batch
+from tunix_lite.settings.resolved_run import find_model
 
 # Nodes of GPUs that are tried at most, and the factor by which a target may grow.
 _MOST_NODES = 64
@@ -102,7 +102,7 @@ def _trials(start: _Trial) -> Iterator[_Trial]:
     if kind is None or start.machine.name == "attached":
         return
     if kind.platform == "tpu":
-        names = {n: f"{kind.name}-{n * kind.chip.cores}" for n in slice_shapes(kind)}
+        names = {n: f"{kind.name}-{n * kind.chip.cores}" for n in kind.slices}
     else:
         counts = [2, 4, *(kind.host_devices * n for n in range(1, _MOST_NODES + 1))]
         names = {n: f"{kind.name}x{n}" for n in counts}
@@ -185,18 +185,23 @@ def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
     """Every size below the one at hand, and as many as follow from it."""
     settings = trial.run.training
     if settings.packing != "none":
-        longest = sum(lengths_of(trial.run.generation))
+        longest = sum(trial.run.generation.lengths)
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield trial.with_settings("training", micro_batch_tokens=longest)
         return
-    sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
+    fsdp = trial.mesh_shape["fsdp"]
+    every = settings.sync_gradients_every
+    fewest = replace(settings, micro_batch_size=None, gradient_accumulation_steps=every)
+    per_shard = plan_batch(replace(trial.run, training=fewest), fsdp).sequences // fsdp
+    # others would leave a rest, and a micro-batch of another size is another program
+    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
+    sizes = [size for size in divisors if (per_shard // size) % every == 0]
     now = settings.micro_batch_size or sizes[0]
     for size in sizes:
         if size < now:
             # both settings are advised, or an old number of steps would contradict the size
-            count = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
             yield trial.with_settings(
-                "training", micro_batch_size=size, gradient_accumulation_steps=count
+                "training", micro_batch_size=size, gradient_accumulation_steps=None
             )
 
 

@@ -28,15 +28,16 @@ from tunix_lite.settings.resolved_parts import (
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
-def training_programs(
+def plan_of_this_run(
     resolved: ResolvedRun,
     policy: Policy,
     train_step: TrainStep,
     state: TrainState,
     frozen: Params | None,
-) -> dict[str, Callable[[], jax.stages.Compiled]]:
-    """By name, compiles the programs that learn, for every width that a batch may have. They return
-    that of the widest."""
+) -> Plan:
+    """The plan of a run that is about to start on the attached devices. It compiles the programs
+    that learn, for every width that a batch may have: the run will use them. Raises ConfigError if
+    the compiler refuses one, but for packed rows: batches as they come may fit."""
 
     def every_width(
         compile_it: Callable[[RowBatch], jax.stages.Compiled],
@@ -67,16 +68,6 @@ def training_programs(
         with part_of_mesh(theirs.mesh_shape):
             shapes = scored_batch_shapes(theirs)
         programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
-    return programs
-
-
-def plan_of_this_run(
-    resolved: ResolvedRun, programs: dict[str, Callable[[], jax.stages.Compiled]]
-) -> Plan:
-    """The plan of a run that is about to start on the attached devices, with its
-    `training_programs`. Raises ConfigError if the compiler refuses a program, but for packed rows:
-    batches as they come may fit."""
-    # the programs that are compiled here are those that the run will use
     plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(

@@ -88,13 +88,6 @@ def update_flops(
     return layers + 4.0 * _head_params(cfg) * scored + 3 * attention
 
 
-def mfu(
-    flops: float, seconds: float, hardware: Hardware | None, num_devices: int
-) -> float | None:
-    """The share of the devices' bfloat16 peak; None if that is not known."""
-    return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
-
-
 # ---- as metrics of a step
 
 
@@ -130,8 +123,10 @@ class Throughput:
             "perf/update_tflops_per_second_per_device": rate / self.num_devices / 1e12,
             "memory/peak_gb": peak_bytes() / 1e9,
         }
-        share = mfu(done, update_seconds, self.hardware, self.num_devices)
-        return seen if share is None else seen | {"perf/mfu": share}
+        if self.hardware is not None:
+            # the share of the bfloat16 peak
+            seen["perf/mfu"] = rate / self.num_devices / self.hardware.peak_flops
+        return seen
 
 
 def peak_bytes() -> int:

@@ -64,6 +64,12 @@ class Hardware:
     kinds: tuple[str, ...]  # what `device_kind` says
     chip: _Gpu | _Tpu
 
+    @property
+    def slices(self) -> dict[int, str]:
+        """The shapes of this TPU's slices by number of devices."""
+        chips = {math.prod(map(int, shape.split("x"))): shape for shape in self.chip.shapes}
+        return {n * self.chip.devices: shape for n, shape in chips.items()}
+
 
 # What a kernel takes beside its work, until the next one can begin: assumptions, which no device
 # has confirmed yet.
@@ -177,7 +183,7 @@ def find_machine(text: str) -> Machine:
         )
         return Machine(text.strip(), "cuda", count, hardware, capacity, capacity_is)
     # Google Cloud sells slices of these sizes alone
-    sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
+    sizes = [devices * hardware.chip.cores for devices in hardware.slices]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
         known = ", ".join(map(str, sizes))
@@ -189,12 +195,6 @@ def find_machine(text: str) -> Machine:
     return Machine(
         text.strip(), "tpu", num_devices, hardware, hardware.memory_bytes, capacity_is
     )
-
-
-def slice_shapes(hardware: Hardware) -> dict[int, str]:
-    """The shapes of this TPU's slices by number of devices."""
-    chips = {math.prod(map(int, shape.split("x"))): shape for shape in hardware.chip.shapes}
-    return {n * hardware.chip.devices: shape for n, shape in chips.items()}
 
 
 def devices_of(machine: Machine) -> list:
@@ -240,7 +240,7 @@ device_description_str: "{hardware.kinds[0]}"
         # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        shapes = slice_shapes(hardware)
+        shapes = hardware.slices
         if count not in shapes:
             some = ", ".join(map(str, shapes))
             raise ConfigError(

@@ -47,7 +47,7 @@ def with_packing(
     if training.packing != AUTO:
         return resolve(run)
     can_be_plain = training.micro_batch_tokens is None
-    trials = {"none": resolve(packed_as(run, "none"))} if can_be_plain else {}
+    trials = {"none": resolve(run.packed_as("none"))} if can_be_plain else {}
     # Several sequences may stand in a row if the loss says that it is a sum over tokens, no dropout
     # belongs to one sequence, rows are not counted in sequences, and the task does not fill them.
     counts_sequences = training.micro_batch_size or training.gradient_accumulation_steps
@@ -57,7 +57,7 @@ def with_packing(
         if counts_sequences or not is_sum or run.model.lora.dropout or run.task.packs_rows:
             break
         try:
-            trial = resolve(packed_as(run, name))
+            trial = resolve(run.packed_as(name))
         except ConfigError as error:
             why_not = why_not or str(error)
             continue
@@ -85,11 +85,6 @@ def with_packing(
     gain = f"; {_LEAST_GAIN:.0%} must be saved" if is_less else ""
     reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({lengths})"
     return replace(trials[best], packing_reason=reason)
-
-
-def packed_as(run: RunConfig, packing: str) -> RunConfig:
-    """The run with this packing."""
-    return replace(run, training=replace(run.training, packing=packing))
 
 
 def _computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:

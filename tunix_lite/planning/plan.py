@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from tunix_lite.basics.errors import ConfigError
+from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning.estimate import MemoryEstimate
@@ -17,11 +19,7 @@ from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
-from tunix_lite.settings.resolved_run import (
-    ResolvedRun,
-    check_can_be_lowered,
-    resolve_run,
-)
+from tunix_lite.settings.resolved_run import ResolvedRun, resolve_run
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
@@ -118,26 +116,44 @@ def assemble_plan(
     refused: Sequence[DoesNotFit] = (),
 ) -> Plan:
     """The plan of a run: what is compiled of it as compiled, the rest by formula."""
-    resident = MemoryEstimate(resolved).resident()
+    estimate = MemoryEstimate(resolved)
+    resident = estimate.resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
-    code = code if done else MemoryEstimate(resolved).code()
+    code = code if done else estimate.code()
     with_code = resident | ({_PROGRAMS: code} if code else {})
     with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
-    made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
+    made = {}
+    if resolved.has_rollouts:
+        adds = estimate.rollout()
+        made["rollout"] = ESTIMATE, adds
+        if "decode" in done and "prefill" in done:
+            # Both programs read the one copy, which is counted once. The prompt cache is there
+            # while decoding, and the slots are while prompts are read.
+            copy = adds["weights to sample"]
+            sampling = [done[name] for name in _SAMPLING_PROGRAMS if name in done]
+            made["rollout"] = (
+                COMPILED,
+                {
+                    "weights to sample": copy,
+                    "cache": done["decode"].argument_bytes - copy,
+                    "prompts": done["prefill"].argument_bytes - copy,
+                    "temporary": max(one.added_bytes - one.code_bytes for one in sampling),
+                },
+            )
     scored = {"scoring": resolved.scores, "values": resolved.needs.critic is not None}
     for name in [*resolved.frozen_models, *(name for name in scored if scored[name])]:
         made[name] = _scoring(name, resolved, done, resident)
     if (update := done.get("update")) is None:
-        made["update"] = ESTIMATE, MemoryEstimate(resolved).update()
+        made["update"] = ESTIMATE, estimate.update()
     else:
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
-        arguments += MemoryEstimate(resolved).teacher_table()
+        arguments += estimate.teacher_table()
         # by formula, and the compiler may have found a way with less
-        gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
+        gradients = min(estimate.gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
@@ -158,7 +174,7 @@ def assemble_plan(
 
     phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
     messages = tuple(map(str, refused))
-    apart = MemoryEstimate(resolved).apart(machine.capacity)
+    apart = estimate.apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
 
@@ -187,24 +203,6 @@ def _scoring(
     return COMPILED, {
         "batch": max(0, program.argument_bytes - sum(resident[name] for name in names)),
         "temporary": program.added_bytes - program.code_bytes,
-    }
-
-
-def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    """The prompt cache is there while decoding, and the slots are while prompts are read."""
-    adds = MemoryEstimate(resolved).rollout()
-    if "decode" not in done or "prefill" not in done:
-        return ESTIMATE, adds
-    # both programs read the one copy, which is counted once
-    copy = adds["weights to sample"]
-    cache = done["decode"].argument_bytes - copy
-    programs = [name for name in _SAMPLING_PROGRAMS if name in done]
-    added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    return COMPILED, {
-        "weights to sample": copy,
-        "cache": cache,
-        "prompts": done["prefill"].argument_bytes - copy,
-        "temporary": max(added.values()),
     }
 
 
@@ -247,8 +245,16 @@ def with_compiled(
     """The same plan, its programs compiled for these devices. The run's sharding rules become those
     of the process. Raises ConfigError."""
     resolved = plan.resolved
-    # said before minutes of compiling
-    check_can_be_lowered(resolved, plan.machine.platform)
+    platform = plan.machine.platform
+    if (resolved.attention, platform) == ("cudnn", "cuda"):
+        # said before minutes of compiling
+        width = resolved.rows.width or sum(resolved.lengths)
+        if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
+            raise ConfigError(
+                "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
+                "installed, and here it is not; training.attention=xla would do, or an estimate: "
+                "analytic=true"
+            )
     sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
 
     def compile_it(name: str, lower: Callable[[], Any]) -> Any:

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,19 +15,17 @@ import jax.numpy as jnp
 from tunix_lite.basics.types import Params, policy_part
 from tunix_lite.learner.critic import token_values
 from tunix_lite.learner.policy import on_every_device, scoring_program
-from tunix_lite.models import layer_by_layer
+from tunix_lite.models.layer_by_layer import are_for_cpu, per_layer_shapes
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import part_of_mesh, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
-    SamplerSpec,
     Slots,
     at_home,
-    longest_chunk,
 )
 from tunix_lite.settings.resolved_parts import (
     Shapes,
@@ -99,9 +97,21 @@ def compiled(
     try:
         done = compile_it()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
             raise
-        raise DoesNotFit(name, *_needed(str(error))) from error
+        # the bytes that would have been needed, and the sentence that says so
+        size = r"\(?([\d.]+)([KMGT])i?B?\)?"
+        match = re.search(
+            rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
+        )
+        if match is None:
+            first_line = message.strip().splitlines()[0]
+            raise DoesNotFit(name, None, first_line[:200]) from error
+        number, unit, of, of_unit = match.groups()
+        needed = int(float(number) * _UNITS[unit])
+        text = f"{number} {unit}iB of {of} {of_unit}iB"
+        raise DoesNotFit(name, needed, text) from error
     seconds = time.perf_counter() - began
     sizes = done.memory_analysis()
     text = done.as_text()
@@ -118,18 +128,6 @@ def compiled(
         seconds,
         tuple(kernels(text, mesh_shape)),
     )
-
-
-def _needed(message: str) -> tuple[int | None, str]:
-    """The bytes that would have been needed, and the sentence that says so."""
-    size = r"\(?([\d.]+)([KMGT])i?B?\)?"
-    match = re.search(
-        rf"(?:[Uu]sed|HLO temporaries) {size} (?:of|exceeds available HBM) {size}", message
-    )
-    if match is None:
-        return None, message.strip().splitlines()[0][:200]
-    number, unit, of, of_unit = match.groups()
-    return int(float(number) * _UNITS[unit]), f"{number} {unit}iB of {of} {of_unit}iB"
 
 
 # (): a lowered program
@@ -166,13 +164,25 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
         programs["values"] = partial(values.lower, *of_both)
     for name, params in shapes.frozen_models.items():
         programs[name] = partial(frozen_model, name, params)
-    return programs | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
-
-
-def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
-    """The programs of the rollout, by name, as in `lowered`."""
-    made = functools.cache(partial(_sampling, resolved, shapes))
+    if not resolved.has_rollouts:
+        return programs
     row = _of_shape()
+
+    @functools.cache
+    def made() -> tuple[Programs, Params]:
+        """The programs of the rollout, and the weights by layer, placed as they read them."""
+        run = resolved.run
+        how = (resolved.cfg, run.generation, NO_END, _NO_PAD, resolved.dtype, run.rollout)
+        sums = jnp.dtype(run.training.tp_reduce_dtype)
+        sampler = make_sampler(*how, tp_reduce_dtype=sums)
+        if resolved.converses:
+            sampler = sampler.of_turns(run.conversation.max_turn_tokens)
+        acting = policy_part(shapes.acting(resolved))
+        mesh = jax.tree.leaves(acting)[0].sharding.mesh
+        gather = resolved.sampling_weights == "gathered"
+        on_cpu = are_for_cpu(acting, resolved.dtype, mesh, gather)
+        shapes_of = (acting, resolved.cfg, resolved.dtype, gather, on_cpu)
+        return sampler.programs, per_layer_shapes(*shapes_of)
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
@@ -203,7 +213,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
     def rewind() -> jax.stages.Lowered:
         return made()[0].rewind.lower(slots(), _of_shape(resolved.slots))
 
-    programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
+    # The programs of the rollout.
+    programs |= {"prefill": prefill, "decode": decode}
     if resolved.carries or resolved.converses:
         programs["append"] = append
     if resolved.converses and resolved.run.generation.stop:
@@ -213,37 +224,6 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
 
 def _of_shape(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
-    """The programs of the rollout, and the weights by layer, placed as they read them."""
-    run = resolved.run
-    acting = policy_part(shapes.acting(resolved))
-    mesh = jax.tree.leaves(acting)[0].sharding.mesh
-    spec = SamplerSpec(
-        resolved.cfg,
-        run.generation,
-        NO_END,
-        _NO_PAD,
-        resolved.dtype,
-        resolved.sampling_memory.chunk,
-        run.rollout.cache == "int8",
-        jnp.dtype(run.training.tp_reduce_dtype),
-        holds=resolved.converses,
-        on_cpu=mesh.devices.flat[0].platform == "cpu",
-        fused=run.rollout.is_fused,
-        records_routes=run.rollout.replay_routes and resolved.cfg.experts is not None,
-    )
-    if resolved.converses:
-        chunk = longest_chunk(spec) if run.generation.stop else spec.chunk
-        chunk = chunk_of_turns(chunk, run.conversation.max_turn_tokens)
-        spec = replace(spec, chunk=chunk)
-
-    # The weights by layer, whole over fsdp if they are gathered.
-    gather = resolved.sampling_weights == "gathered"
-    on_cpu = layer_by_layer.are_for_cpu(acting, resolved.dtype, mesh, gather)
-    how = (acting, resolved.cfg, resolved.dtype, gather, on_cpu)
-    return Programs(spec), layer_by_layer.per_layer_shapes(*how)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

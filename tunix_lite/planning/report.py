@@ -29,87 +29,149 @@ class Plans:
     # what that does, and how much it was found to need; or that nothing would fit
     change: str | None = None
 
-
-def short_form(plan: Plan | Plans) -> list[str]:
-    """The plan as lines of plain text; its tables are at most 100 columns wide."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
-    best = plans.plans[0]
-    resolved = best.resolved
-    machine = best.machine
-    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
-    room = "memory not known"
-    if machine.capacity is not None:
-        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
-    count = weights.num_params(decoder.weights(resolved.cfg))
-    training = resolved.run.training
-    lora = resolved.lora
-    trains = "all of them train"
-    if lora is not None:
-        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
-    prompt, new = resolved.lengths
-    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
-    has_rule = resolved.run.model.target_params is not None
-    lines = [
-        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
-        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
-        f"{training.remat}",
-        *([f"shape      {shape_line(resolved.cfg)}"] if has_rule else []),
-        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
-        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
-        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
-        f"training: {resolved.attention}",
-        "",
-    ]
-    if len(plans.plans) > 1:
-        rows = [("mesh", "peak GiB", "fits", "predicted s", "memory is")]
-        for one in plans.plans[:_SHOWN]:
-            fits = {True: "yes", False: "no", None: "?"}[one.fits]
-            predicted = _three_digits(one.forecast.step_seconds) if one.forecast else "-"
-            mesh = _sizes(one.resolved.mesh_shape)
-            rows.append((mesh, gib(one.peak_bytes), fits, predicted, source(one)))
-        lines += [*columns(rows), *_more(plans.plans), ""]
-    if plans.refused:
-        lines += [
-            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:_SHOWN]
+    def short_form(self) -> list[str]:
+        """The plans as lines of plain text; their tables are at most 100 columns wide."""
+        best = self.plans[0]
+        resolved = best.resolved
+        machine = best.machine
+        kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
+        room = "memory not known"
+        if machine.capacity is not None:
+            room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
+        count = weights.num_params(decoder.weights(resolved.cfg))
+        training = resolved.run.training
+        lora = resolved.lora
+        trains = "all of them train"
+        if lora is not None:
+            trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
+        prompt, new = resolved.lengths
+        why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
+        has_rule = resolved.run.model.target_params is not None
+        lines = [
+            f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
+            f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
+            f"{training.remat}",
+            *([f"shape      {shape_line(resolved.cfg)}"] if has_rule else []),
+            f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+            *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
+            f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention "
+            f"while training: {resolved.attention}",
+            "",
         ]
-        lines += [*_more(plans.refused), ""]
+        if len(self.plans) > 1:
+            rows = [("mesh", "peak GiB", "fits", "predicted s", "memory is")]
+            for one in self.plans[:_SHOWN]:
+                fits = {True: "yes", False: "no", None: "?"}[one.fits]
+                predicted = _three_digits(one.forecast.step_seconds) if one.forecast else "-"
+                mesh = _sizes(one.resolved.mesh_shape)
+                rows.append((mesh, gib(one.peak_bytes), fits, predicted, source(one)))
+            lines += [*columns(rows), *_more(self.plans), ""]
+        if self.refused:
+            lines += [
+                f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in self.refused[:_SHOWN]
+            ]
+            lines += [*_more(self.refused), ""]
 
-    # The best one: its phases, whether it fits, and how fast it is.
-    rows = [("phase", "resident", "adds", "peak", "memory is")]
-    for phase in best.phases:
-        peak = best.resident_bytes + phase.added_bytes
-        sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
-        rows.append((phase.name, *sizes, source(phase)))
-    lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
-    peak = f"{gib(best.peak_bytes)} GiB ({best.fullest.name}, {source(best)})"
-    capacity = best.machine.capacity
-    if best.fits is None:
-        verdict = f"peak {peak}; how much there is, nobody knows"
-    elif not best.fits:
-        verdict = f"does not fit: peak {peak} of {gib(capacity)}"
-    else:
-        verdict = f"fits: peak {peak} of {gib(capacity)}, {best.peak_bytes / capacity:.0%}"
-    if best.is_near_the_limit:
-        verdict += (
-            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
-        )
-    lines += [f"{best.machine.name}: {verdict}"]
-    if (step := best.forecast) is not None:
-        parts = "1 micro-batch" if step.parts == 1 else f"{step.parts} micro-batches"
-        phases = ", ".join(f"{name} {_three_digits(s)}" for name, s in step.seconds.items())
-        hours = f"{step.hours:,.1f} h" if step.hours >= 1 else f"{60 * step.hours:,.1f} min"
-        lines += [
-            f"predicted: a step takes {_three_digits(step.step_seconds)} s: {phases}",
-            f"  {step.tokens_per_second:,.0f} tokens/s; {step.decode_steps} decode steps; {parts}",
-            f"  {counted(step.num_steps, 'step')} take {hours}, without starting and evaluating",
-            f"  {step.source}",
-            f"  {step.lengths}",
-        ]
-        if best.resolved.converses:
-            lines.append("  of single turns: what the environment does is not in it")
-    lines += [f"  {message}" for message in best.refused]
-    lines += [plans.change] if plans.change else []
-    return lines + ([f"  {plans.command}"] if plans.command else [])
+        # The best one: its phases, whether it fits, and how fast it is.
+        rows = [("phase", "resident", "adds", "peak", "memory is")]
+        for phase in best.phases:
+            peak = best.resident_bytes + phase.added_bytes
+            sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
+            rows.append((phase.name, *sizes, source(phase)))
+        lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
+        peak = f"{gib(best.peak_bytes)} GiB ({best.fullest.name}, {source(best)})"
+        capacity = best.machine.capacity
+        if best.fits is None:
+            verdict = f"peak {peak}; how much there is, nobody knows"
+        elif not best.fits:
+            verdict = f"does not fit: peak {peak} of {gib(capacity)}"
+        else:
+            verdict = f"fits: peak {peak} of {gib(capacity)}, {best.peak_bytes / capacity:.0%}"
+        if best.is_near_the_limit:
+            margin = f"{ESTIMATE_MARGIN:.0%}"
+            verdict += f"; an estimate may be wrong by {margin}, and less than that is free"
+        lines += [f"{best.machine.name}: {verdict}"]
+        if (step := best.forecast) is not None:
+            parts = "1 micro-batch" if step.parts == 1 else f"{step.parts} micro-batches"
+            phases = ", ".join(
+                f"{name} {_three_digits(s)}" for name, s in step.seconds.items()
+            )
+            hours = (
+                f"{step.hours:,.1f} h" if step.hours >= 1 else f"{60 * step.hours:,.1f} min"
+            )
+            lines += [
+                f"predicted: a step takes {_three_digits(step.step_seconds)} s: {phases}",
+                f"  {step.tokens_per_second:,.0f} tokens/s; {step.decode_steps} decode steps; "
+                f"{parts}",
+                f"  {counted(step.num_steps, 'step')} take {hours}, without starting and "
+                "evaluating",
+                f"  {step.source}",
+                f"  {step.lengths}",
+            ]
+            if best.resolved.converses:
+                lines.append("  of single turns: what the environment does is not in it")
+        lines += [f"  {message}" for message in best.refused]
+        lines += [self.change] if self.change else []
+        return lines + ([f"  {self.command}"] if self.command else [])
+
+    def write(self, folder: Path) -> None:
+        """plan.json into `folder`, which is made if it is not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+
+    def as_dict(self) -> dict:
+        """plan.json: bytes are those of one device."""
+        machine = self.plans[0].machine
+        plan_dicts = []
+        for one in self.plans:
+            # Without their kernels, of which there are thousands.
+            programs = [
+                dataclasses.asdict(dataclasses.replace(p, kernels=()))
+                for p in one.programs.values()
+            ]
+            for program in programs:
+                del program["kernels"]
+            described = {
+                "mesh": one.resolved.mesh_shape,
+                "batch": str(one.resolved.batch),
+                "prompts_of_rollout": one.resolved.batch.prompts
+                * one.resolved.needs.mini_batches,
+                "packing": one.resolved.rows.packing,
+                "slots": one.resolved.slots,
+                "sampling_weights": one.resolved.sampling_weights,
+                "attention": one.resolved.attention,
+                "source": one.source,
+                "fits": one.fits,
+                "peak_bytes": one.peak_bytes,
+                "peak_phase": one.fullest.name,
+                "resume_peak_bytes": one.resume_bytes,
+                "resident_bytes": one.resident,
+                "phases": [dataclasses.asdict(phase) for phase in one.phases],
+                "programs": programs,
+                "refused_by_the_compiler": list(one.refused),
+            }
+            if one.apart:
+                described["device_that_only_samples"] = one.apart
+            if one.resolved.converses:
+                described["conversations"] = max(
+                    math.prod(each) for each in one.resolved.rollouts
+                )
+            if one.forecast is not None:
+                names = ("step_seconds", "tokens_per_second", "hours")
+                derived = {name: getattr(one.forecast, name) for name in names}
+                described["forecast"] = dataclasses.asdict(one.forecast) | derived
+            plan_dicts.append(described)
+        return {
+            "version": _VERSION,
+            "target": machine.name,
+            "hardware": machine.hardware and machine.hardware.name,
+            "devices": machine.num_devices,
+            "capacity_bytes": machine.capacity,
+            "plans": plan_dicts,
+            "refused": [{"mesh": sizes, "reason": why} for sizes, why in self.refused],
+            "command_that_fits": self.command,
+            "advice": self.change,
+        }
 
 
 def _more(meshes: tuple) -> list[str]:
@@ -137,63 +199,3 @@ def _sizes(sizes: dict) -> str:
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def write(plan: Plan | Plans, folder: str | Path) -> None:
-    """plan.json into `folder`, which is made if it is not there."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(as_dict(plan), indent=2) + "\n")
-
-
-def as_dict(plan: Plan | Plans) -> dict:
-    """plan.json: bytes are those of one device."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
-    machine = plans.plans[0].machine
-    plan_dicts = []
-    for one in plans.plans:
-        # Without their kernels, of which there are thousands.
-        programs = [
-            dataclasses.asdict(dataclasses.replace(p, kernels=()))
-            for p in one.programs.values()
-        ]
-        for program in programs:
-            del program["kernels"]
-        described = {
-            "mesh": one.resolved.mesh_shape,
-            "batch": str(one.resolved.batch),
-            "prompts_of_rollout": one.resolved.batch.prompts * one.resolved.needs.mini_batches,
-            "packing": one.resolved.rows.packing,
-            "slots": one.resolved.slots,
-            "sampling_weights": one.resolved.sampling_weights,
-            "attention": one.resolved.attention,
-            "source": one.source,
-            "fits": one.fits,
-            "peak_bytes": one.peak_bytes,
-            "peak_phase": one.fullest.name,
-            "resume_peak_bytes": one.resume_bytes,
-            "resident_bytes": one.resident,
-            "phases": [dataclasses.asdict(phase) for phase in one.phases],
-            "programs": programs,
-            "refused_by_the_compiler": list(one.refused),
-        }
-        if one.apart:
-            described["device_that_only_samples"] = one.apart
-        if one.resolved.converses:
-            described["conversations"] = max(math.prod(each) for each in one.resolved.rollouts)
-        if one.forecast is not None:
-            names = ("step_seconds", "tokens_per_second", "hours")
-            derived = {name: getattr(one.forecast, name) for name in names}
-            described["forecast"] = dataclasses.asdict(one.forecast) | derived
-        plan_dicts.append(described)
-    return {
-        "version": _VERSION,
-        "target": machine.name,
-        "hardware": machine.hardware and machine.hardware.name,
-        "devices": machine.num_devices,
-        "capacity_bytes": machine.capacity,
-        "plans": plan_dicts,
-        "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
-        "command_that_fits": plans.command,
-        "advice": plans.change,
-    }

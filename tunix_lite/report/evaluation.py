@@ -45,8 +45,8 @@ def task_result(
     return _TaskResult(num_examples, estimates, comparison)
 
 
-def as_markdown(models: dict, settings: dict, tasks: dict[str, _TaskResult]) -> str:
-    """The results for people: which models, and a table of each task."""
+def as_markdown(models: dict, settings: dict, task: str, result: _TaskResult) -> str:
+    """The results for people: which models, and the table of the task."""
     lines = ["# Evaluation", ""]
     for name, model in models.items():
         step = f", step {model['step']}" if model.get("step") is not None else ""
@@ -58,32 +58,31 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, _TaskResult]) -> 
     )
     lines.append(f"- samples: {drawn}; seed {settings['seed']}")
     lines.append(f"- intervals hold {100 * level:g}%: bootstrap over the examples")
-    for name, result in tasks.items():
-        lines += ["", f"## {name}: {result.num_examples:,} examples", ""]
-        # A score a row: of one model its value, of two both and their difference.
-        ours, *others = result.scores
-        interval = f"{100 * level:g}% interval"
-        if others:
-            heads = ["score", ours, *others, "difference", interval, "p", "higher, lower"]
-            rows = [
-                [
-                    name,
-                    _shown(name, result.scores[ours][name].value),
-                    _shown(name, result.scores[others[0]][name].value),
-                    _shown(name, compared.difference.value, "+"),
-                    _interval(name, compared.difference, "+"),
-                    f"{compared.p_value:.3g}",
-                    f"{compared.better}, {compared.worse}",
-                ]
-                for name, compared in result.comparison.items()
+    lines += ["", f"## {task}: {result.num_examples:,} examples", ""]
+    # A score a row: of one model its value, of two both and their difference.
+    ours, *others = result.scores
+    interval = f"{100 * level:g}% interval"
+    if others:
+        heads = ["score", ours, *others, "difference", interval, "p", "higher, lower"]
+        rows = [
+            [
+                name,
+                _shown(name, result.scores[ours][name].value),
+                _shown(name, result.scores[others[0]][name].value),
+                _shown(name, compared.difference.value, "+"),
+                _interval(name, compared.difference, "+"),
+                f"{compared.p_value:.3g}",
+                f"{compared.better}, {compared.worse}",
             ]
-        else:
-            heads = ["score", "value", interval]
-            rows = [
-                [name, _shown(name, x.value), _interval(name, x)]
-                for name, x in result.scores[ours].items()
-            ]
-        lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+            for name, compared in result.comparison.items()
+        ]
+    else:
+        heads = ["score", "value", interval]
+        rows = [
+            [name, _shown(name, x.value), _interval(name, x)]
+            for name, x in result.scores[ours].items()
+        ]
+    lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -32,6 +32,72 @@ class KV:
     k_scales: jax.Array | None = None
     v_scales: jax.Array | None = None
 
+    @property
+    def columns(self) -> int:
+        """C, the tokens that it holds of a sequence."""
+        return self.k.shape[2]
+
+    def resized(self, columns: int) -> "KV":
+        """Gives the cache so many columns; no sequence may have wrapped around it."""
+        more = max(0, columns - self.columns)
+        padding = [(0, 0), (0, 0), (0, more), (0, 0)]
+
+        def resize(x: jax.Array) -> jax.Array:
+            # Scales have no last dim.
+            left = x[:, :, :columns]
+            return _constrain_kv(jnp.pad(left, padding[: x.ndim]))
+
+        return jax.tree.map(resize, self)
+
+    def with_token(self, new: "KV", positions_B: jax.Array) -> "KV":
+        """The cache with one new token per row. new: as `to_cache_format` makes it, with T = 1."""
+        rows_B = jnp.arange(len(positions_B))
+        columns_B = positions_B % self.columns
+
+        def put(old: jax.Array, x: jax.Array) -> jax.Array:
+            # A slice update under vmap would be a loop of its own for each layer on a TPU.
+            here = old.at[rows_B, :, columns_B]
+            token = x[:, :, 0]
+            # One index a row, inside the cache: XLA need neither clip it nor look for collisions.
+            return _constrain_kv(
+                here.set(token, unique_indices=True, mode="promise_in_bounds")
+            )
+
+        return jax.tree.map(put, self, new)
+
+    def with_tokens(
+        self, new: "KV", rows_R: jax.Array, lengths_R: jax.Array, counts_R: jax.Array
+    ) -> "KV":
+        """The cache with the new tokens of rows_R, [R, K, W, ...], at their columns. A ring keeps
+        the last ones."""
+        B = len(self.k)
+        C = self.columns
+        place_W = jnp.arange(new.k.shape[2])
+        count_R1 = counts_R[:, None]
+        is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C) & (rows_R < B)[:, None]
+        columns_RW = (lengths_R[:, None] + place_W) % C
+        # What is not kept goes to a column that does not exist, so each with an index of its own.
+        target_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
+
+        def put(old: jax.Array, x: jax.Array) -> jax.Array:
+            here = old.at[rows_R[:, None], :, target_RW]
+            return _constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
+
+        return jax.tree.map(put, self, new)
+
+    def as_ring(self, lengths_B: jax.Array, columns: int) -> "KV":
+        """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the
+        last tokens."""
+        if self.columns <= columns:
+            return self
+        # Columns that hold no token yet may hold anything: nothing attends to them.
+        index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
+
+        def put(x: jax.Array) -> jax.Array:
+            return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
+
+        return jax.tree.map(put, self)
+
 
 def _head_copies(num_kv_heads: int, tp: int) -> int:
     """Counts the copies of each key/value head in the cache: every shard of tp holds one of its
@@ -99,7 +165,7 @@ def empty_cache(
 
 def columns_of(layer: Any) -> int | None:
     """Columns of the cache of a layer; None: it keeps a state, which has none, or nothing."""
-    return layer.k.shape[2] if isinstance(layer, KV) else None
+    return layer.columns if isinstance(layer, KV) else None
 
 
 def column_sizes(length: int, longest_prompt: int) -> list[int]:
@@ -119,27 +185,12 @@ def column_sizes(length: int, longest_prompt: int) -> list[int]:
     return [length, *shorter]
 
 
-def resize_columns(kv: KV, columns: int) -> KV:
-    """Gives the cache so many columns; no sequence may have wrapped around it."""
-    more = max(0, columns - kv.k.shape[2])
-    padding = [(0, 0), (0, 0), (0, more), (0, 0)]
-
-    def resize(x: jax.Array) -> jax.Array:
-        # Scales have no last dim.
-        left = x[:, :, :columns]
-        return _constrain_kv(jnp.pad(left, padding[: x.ndim]))
-
-    return jax.tree.map(resize, kv)
-
-
 def _constrain_kv(x: jax.Array, rows_axis: str = "batch") -> jax.Array:
     """An array of a KV with its sharding constraint."""
     return constrain(x, *logical_axes(x, rows_axis))
 
 
-def logical_axes(
-    x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str = "batch"
-) -> tuple[str, ...]:
+def logical_axes(x: jax.Array | jax.ShapeDtypeStruct, rows_axis: str) -> tuple[str, ...]:
     """The logical axes of an array of a KV, its keys, values or scales."""
     return (rows_axis, *AXES[1:])[: x.ndim]
 
@@ -168,59 +219,6 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
         return jnp.round(values / least[..., None]).astype(jnp.int8)
 
     return KV(codes(k_BKTH, k_scales), codes(v_BKTH, v_scales), k_scales, v_scales)
-
-
-def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
-    """The cache with one new token per row. new: as `to_cache_format` makes it, with T = 1."""
-    rows_B = jnp.arange(len(positions_B))
-    columns_B = positions_B % kv.k.shape[2]
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        # A slice update under vmap would be a loop of its own for each layer on a TPU.
-        here = old.at[rows_B, :, columns_B]
-        token = x[:, :, 0]
-        # One index a row, inside the cache: XLA need neither clip it nor look for collisions.
-        return _constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
-
-    return jax.tree.map(put, kv, new)
-
-
-def write_tokens(
-    kv: KV,
-    new: KV,
-    rows_R: jax.Array,
-    lengths_R: jax.Array,
-    counts_R: jax.Array,
-) -> KV:
-    """The cache with the new tokens of rows_R, [R, K, W, ...], at their columns. A ring keeps the
-    last ones."""
-    B, _, C = kv.k.shape[:3]
-    place_W = jnp.arange(new.k.shape[2])
-    count_R1 = counts_R[:, None]
-    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C) & (rows_R < B)[:, None]
-    columns_RW = (lengths_R[:, None] + place_W) % C
-    # What is not kept goes to a column that does not exist, so each with an index of its own.
-    target_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        here = old.at[rows_R[:, None], :, target_RW]
-        return _constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
-
-    return jax.tree.map(put, kv, new)
-
-
-def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
-    """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
-    tokens."""
-    if kv.k.shape[2] <= columns:
-        return kv
-    # Columns that hold no token yet may hold anything: nothing attends to them.
-    index_BC = jnp.maximum(positions_held(lengths_B - 1, columns), 0)
-
-    def put(x: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row, index_C: jnp.take(row, index_C, axis=1))(x, index_BC)
-
-    return jax.tree.map(put, kv)
 
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
@@ -273,8 +271,3 @@ def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> 
         return _constrain_kv(updated)
 
     return jax.tree.map(put, kv, prompts)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or shapes of arrays, in a tree, over all devices together."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

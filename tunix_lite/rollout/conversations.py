@@ -19,9 +19,8 @@ from tunix_lite.basics.types import (
     SampledTurn,
     TurnReply,
 )
-from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
+from tunix_lite.rollout.engine import Engine, padded_width
 from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
-from tunix_lite.rollout.settings import GenerationConfig
 
 
 class Partner(Protocol):
@@ -101,7 +100,27 @@ class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
     Example: 16 conversations in 4 slots."""
 
-    def __init__(self, engine: Engine, partner: Partner, requests: list[Request]):
+    def __init__(
+        self,
+        engine: Engine,
+        partner: Partner,
+        prompts: Prompts,
+        num_generations: int,
+        key: jax.Array,
+    ):
+        """Generations of a prompt that begin alike share one reading of it."""
+        limit = engine.programs.spec.generation.max_new_tokens
+        first_limit = min(limit, partner.max_turn_tokens or limit)
+        key_data = np.asarray(jax.random.key_data(key))
+        requests = []
+        own = partner.prompts or [one for one in prompts for _ in range(num_generations)]
+        for row, prompt in enumerate(own):
+            p, g = divmod(row, num_generations)
+            ids = tuple(map(int, prompt))
+            request = Request(p, p, g, limit, ids, key_data, row, first_limit=first_limit)
+            requests.append(request)
+        # The widest prompts first: if memory does not suffice, that shows at once.
+        requests.sort(key=lambda one: -padded_width(len(one.ids), engine.widths))
         self.engine = engine
         self.partner = partner
         self.talks = [_Talk(request) for request in requests]
@@ -310,41 +329,3 @@ class ConversationScheduler:
             turn_ids=turn_ids,
             conversations=conversations,
         )
-
-
-# ---- a rollout of conversations
-
-
-def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
-    """Tokens that slots decode at a time: with chunks of 16, turns of up to 20 take two of 10."""
-    if max_turn_tokens is None:
-        return chunk
-    chunks = -(-max_turn_tokens // chunk)
-    # Chunks of one length, so that slots do not stand still in a last one that is nearly empty.
-    return -(-max_turn_tokens // chunks)
-
-
-def conversation_requests(
-    prompts: Prompts,
-    num_generations: int,
-    generation: GenerationConfig,
-    partner: Partner,
-    key: jax.Array,
-) -> list[Request]:
-    """The requests of P * G conversations; generations that begin alike share one reading of the
-    prompt."""
-    G = num_generations
-    limit = generation.max_new_tokens
-    own = partner.prompts or [prompt for prompt in prompts for _ in range(G)]
-    key_data = np.asarray(jax.random.key_data(key))
-    first_limit = min(limit, partner.max_turn_tokens or limit)
-    requests = []
-    for row, ids in enumerate(own):
-        p, g = divmod(row, G)
-        ids = tuple(map(int, ids))
-        request = Request(p, p, g, limit, ids, key_data, row, first_limit=first_limit)
-        requests.append(request)
-
-    # The widest prompts first: if memory does not suffice, that shows at once.
-    widths = prompt_widths(generation.max_prompt_length)
-    return sorted(requests, key=lambda one: -padded_width(len(one.ids), widths))

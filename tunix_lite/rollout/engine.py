@@ -29,8 +29,6 @@ from tunix_lite.rollout.requests import (
     RoutePiece,
     StopCriteria,
     joined,
-    not_finite,
-    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
 
@@ -189,12 +187,46 @@ class Engine:
         """Reads all blocks of prompts for which the prompt cache has room."""
         # A block has room once slots have taken all requests of the block whose place it takes.
         ends = self.block_ends
+        queue = self.queue
         while self.waiting and not (
             len(ends) == self.cache_blocks and ends[0] > self.num_taken
         ):
             first_row = self.num_blocks % self.cache_blocks * self.block_sizes[-1]
             first_number = self.num_ready
-            block = self._next_block(first_row)
+            # The next requests get a number and a place in the queue. A block holds the first one
+            # of each prompt, all of one width. So the width to which a prompt is padded depends on
+            # its length alone, and the rounding of its keys and values does, too.
+            block: list[Request] = []
+            while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
+                request = self.waiting[0]
+                # Those of one prompt stand side by side, so the last one is enough to compare.
+                last = block[-1] if block else None
+                is_other = last is None or request.ids != last.ids
+                if is_other or request.prompt_routes is not last.prompt_routes:
+                    both = (request, *block[:1])
+                    widths = {padded_width(len(one.ids), self.widths) for one in both}
+                    if len(widths) > 1 or len(block) == self.block_sizes[-1]:
+                        break
+                    block.append(request)
+                self.waiting.popleft()
+                request.number = self.num_ready
+                request.first_chunk = None if request.tokens else 0
+                self.requests[request.number] = request
+                place = request.number % len(queue.rows)
+                queue.rows[place] = first_row + len(block) - 1
+                queue.key_data[place] = request.key_data
+                queue.prompts[place] = request.index
+                queue.generations[place] = request.generation
+                queue.num_drawn[place] = len(request.tokens)
+                # A slot whose limit is 0 does not run: it waits until earlier tokens are read.
+                queue.limits[place] = (
+                    0 if request.tokens else request.first_limit or request.limit
+                )
+                if request.draw is not None:
+                    for field in fields(queue.draws):
+                        value = getattr(request.draw, field.name)
+                        getattr(queue.draws, field.name)[place] = value
+                self.num_ready += 1
             if not block:
                 return
             # Rows that the block does not fill hold one token, so that no sequence is empty.
@@ -221,49 +253,12 @@ class Engine:
                 routes.copy_to_host_async()
                 for number in range(first_number, self.num_ready):
                     request = self.requests[number]
-                    row = self.queue.rows[number % len(self.queue.rows)] - first_row
+                    row = queue.rows[number % len(queue.rows)] - first_row
                     piece = (routes, np.s_[row, : len(request.ids)])
                     request.prompt_routes = request.prompt_routes or piece
             self.num_blocks += 1
             ends.append(self.num_ready)
             self.prefill_tokens += sum(len(request.ids) for request in block)
-
-    def _next_block(self, first_row: int) -> list[Request]:
-        """Gives the next requests a number and a place in the queue. Returns the first one of each
-        prompt."""
-        # A block holds prompts of one width. So the width to which a prompt is padded depends on
-        # its length alone, and the rounding of its keys and values does, too.
-        block: list[Request] = []
-        queue = self.queue
-        while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
-            request = self.waiting[0]
-            # Those of one prompt stand side by side, so the last one is enough to compare.
-            last = block[-1] if block else None
-            is_other = last is None or request.ids != last.ids
-            if is_other or request.prompt_routes is not last.prompt_routes:
-                both = (request, *block[:1])
-                widths = {padded_width(len(one.ids), self.widths) for one in both}
-                if len(widths) > 1 or len(block) == self.block_sizes[-1]:
-                    break
-                block.append(request)
-            self.waiting.popleft()
-            request.number = self.num_ready
-            request.first_chunk = None if request.tokens else 0
-            self.requests[request.number] = request
-            place = request.number % len(queue.rows)
-            queue.rows[place] = first_row + len(block) - 1
-            queue.key_data[place] = request.key_data
-            queue.prompts[place] = request.index
-            queue.generations[place] = request.generation
-            queue.num_drawn[place] = len(request.tokens)
-            # A slot whose limit is 0 does not run: these wait until their earlier tokens are read.
-            queue.limits[place] = 0 if request.tokens else request.first_limit or request.limit
-            if request.draw is not None:
-                for field in fields(queue.draws):
-                    value = getattr(request.draw, field.name)
-                    getattr(queue.draws, field.name)[place] = value
-            self.num_ready += 1
-        return block
 
     # ---- slots
 
@@ -416,14 +411,14 @@ class Engine:
         count = int((decoded.tokens[:, slot] >= 0).sum())
         if not np.isfinite(decoded.logprobs[:count, slot]).all():
             if not self.programs.spec.per_request:
-                raise FloatingPointError(not_finite(request, self.criteria.tokenizer))
+                raise FloatingPointError(self.criteria.not_finite(request))
             # An error would end the engine, and with it the requests of all other clients.
             request.reason = "error"
             count = 0
 
         # Stop texts are looked for here, as the devices know tokens only.
         new = decoded.tokens[:count, slot].tolist()
-        end = stop_end(request, new, self.criteria)
+        end = self.criteria.end_of(request, new)
         count = count if end is None else end
         request.num_new = count
         request.tokens += new[:count]

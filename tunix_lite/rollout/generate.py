@@ -13,9 +13,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout
-from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.decoder import kind_of_layer
 from tunix_lite.models.kernel_choice import check_fused
+from tunix_lite.models.layer_by_layer import (
+    are_for_cpu,
+    per_layer_params,
+    per_layer_shapes,
+)
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
 from tunix_lite.parallel.compiling import check_wanted, compiled_together
@@ -28,8 +33,6 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.conversations import (
     ConversationScheduler,
     Partner,
-    chunk_of_turns,
-    conversation_requests,
 )
 from tunix_lite.rollout.engine import (
     APPEND_WIDTHS,
@@ -43,14 +46,12 @@ from tunix_lite.rollout.programs import (
     PromptCache,
     SamplerSpec,
     Slots,
-    longest_chunk,
 )
 from tunix_lite.rollout.requests import (
     OnChunk,
     Request,
     RolloutArrays,
     StopCriteria,
-    check_limits,
     check_prompts,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -110,7 +111,7 @@ class CompletionSampler:
         criteria.check()
         spec = self.programs.spec
         check_prompts(prompts, spec.cfg, spec.generation, criteria.tokenizer)
-        limits = check_limits(limits, len(prompts) * num_generations, spec.generation)
+        limits = spec.generation.limits_of(limits, len(prompts) * num_generations)
 
         engine = self.engine(params, (len(prompts), num_generations), temperature)
         engine.criteria = criteria
@@ -176,8 +177,9 @@ class CompletionSampler:
     def compile_ahead(
         self, params: Params, *size: int, **options: Any
     ) -> tuple[Engine, Slots]:
-        """Compiles the programs of rollouts of so many prompts, and completions of each. Returns an
-        engine whose weights are shapes, and the shapes of its slots."""
+        """Compiles the programs of rollouts of so many prompts, and completions of each, for all
+        widths of prompts and columns of the cache: no step of the run waits for the compiler.
+        Returns an engine whose weights are shapes, and the shapes of slots with all columns."""
         # One copy of the weights at a time, and none while programs compile.
         with _preparing:
             engine = self.engine(params, size, **options)
@@ -185,13 +187,65 @@ class CompletionSampler:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                 engine.per_layer_params,
             )
-        return engine, _compile_rollout(engine)
+        programs = engine.programs
+        spec = programs.spec
+        params = engine.per_layer_params
+        block = engine.block_sizes[-1]
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+
+        # The prompts. A prompt cache is placed as the first width leaves it.
+        def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
+            tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
+            lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
+            routes = spec.no_routes(block, width)
+            inputs = (params, tokens, lengths, number, routes)
+            return _results(programs.prefill, prompt_cache, *inputs)[0]
+
+        empty = _results(programs.make_prompt_cache, block * engine.cache_blocks)
+        prompt_cache = prefilled(empty, engine.widths[0])
+
+        # The slots, for every number of columns.
+        stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+        temperature = jax.ShapeDtypeStruct((), jnp.float32)
+        cuts_off = spec.cuts_off(engine.temperature)
+
+        def decoded(columns: int) -> Slots:
+            slots = _results(programs.make_slots, engine.num_slots, columns)
+            slots = _results(
+                programs.admit, slots, prompt_cache, engine.queue, number, stopped
+            )
+            slots, _ = _results(programs.decode, slots, params, temperature, cuts_off)
+            # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
+            return _results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+
+        sizes = engine.column_sizes
+        slots_of = [partial(decoded, columns) for columns in sizes]
+        further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
+        every = compiled_together(slots_of + further)[: len(sizes)]
+
+        # What gives slots another number of columns.
+        for slots in every:
+            # One layer of each kind is enough: others have the same shapes.
+            for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
+                for columns in sizes:
+                    wanted = spec.num_columns(kind, columns)
+                    if kv_cache.columns_of(kv) not in (None, wanted):
+                        _results(programs.resize_layer, kv, wanted)
+        return engine, every[0]
 
     def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
         """The sampler of conversations with turns of so many tokens."""
         spec = self.programs.spec
-        longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
-        chunk = chunk_of_turns(longest, max_turn_tokens)
+        chunk = spec.chunk
+        kinds = map(kind_of_layer, spec.cfg.pattern)
+        if spec.generation.stop and any(kind.state_shapes is not None for kind in kinds):
+            # A stop text may end a turn, and no token can be taken out of a state again.
+            chunk = 1
+        if max_turn_tokens is not None:
+            # Chunks of one length, so that slots do not stand still in a last one that is nearly
+            # empty: turns of up to 20 take two of 10, and not 16 and 4.
+            num_chunks = -(-max_turn_tokens // chunk)
+            chunk = -(-max_turn_tokens // num_chunks)
         return replace(self, programs=Programs(replace(spec, holds=True, chunk=chunk)))
 
 
@@ -274,13 +328,10 @@ def make_generate(
         if partner is not None:
             sample.criteria.check()
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
-            requests = conversation_requests(
-                prompts, num_generations, generation, partner, key
-            )
             size = (len(prompts), num_generations)
             of_turns = sampler_of_turns(partner.max_turn_tokens)
             engine = of_turns.engine(params, size, temperature)
-            talks = ConversationScheduler(engine, partner, requests)
+            talks = ConversationScheduler(engine, partner, prompts, num_generations, key)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}
@@ -327,7 +378,7 @@ def make_generate(
         if converses and generation.stop:
             # takes back tokens behind a stop text
             lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-            results(engine.programs.rewind, slots, lost_B)
+            _results(engine.programs.rewind, slots, lost_B)
 
     return Sampling(generate, compile_ahead)
 
@@ -354,18 +405,15 @@ def make_prepare(
 
     def prepare(params: Params) -> Params:
         # One program for each way in which the weights may be sharded.
-        shardings = jax.tree.map(lambda x: x.sharding, params)
         # A tree of dicts has no hash: its structure and its leaves do.
-        leaves, treedef = jax.tree.flatten(shardings)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
         place = (treedef, *leaves)
         if place not in compiled:
-            on_cpu = may_join and layer_by_layer.are_for_cpu(
-                params, dtype, current_mesh(), gather
-            )
+            on_cpu = may_join and are_for_cpu(params, dtype, current_mesh(), gather)
             how = {"cfg": cfg, "dtype": dtype, "on_cpu": on_cpu}
-            shapes = layer_by_layer.per_layer_shapes(params, gather=gather, **how)
+            shapes = per_layer_shapes(params, gather=gather, **how)
             compiled[place] = jax.jit(
-                partial(layer_by_layer.per_layer_params, **how),
+                partial(per_layer_params, **how),
                 out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
             )
         return compiled[place](params)
@@ -373,60 +421,7 @@ def make_prepare(
     return prepare
 
 
-# ---- compiling ahead
-# A run compiles the programs of all widths of prompts and columns of the cache at its start, so
-# that no step waits for the compiler.
-
-
-def _compile_rollout(engine: Engine) -> Slots:
-    """Compiles all programs of rollouts of an engine. Returns the shapes of slots with all
-    columns."""
-    programs = engine.programs
-    spec = programs.spec
-    params = engine.per_layer_params
-    block = engine.block_sizes[-1]
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-
-    # The prompts. A prompt cache is placed as the first width leaves it.
-    def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
-        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        routes = spec.no_routes(block, width)
-        inputs = (params, tokens, lengths, number, routes)
-        return results(programs.prefill, prompt_cache, *inputs)[0]
-
-    empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
-    prompt_cache = prefilled(empty, engine.widths[0])
-
-    # The slots, for every number of columns.
-    stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
-    temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    cuts_off = spec.cuts_off(engine.temperature)
-
-    def decoded(columns: int) -> Slots:
-        slots = results(programs.make_slots, engine.num_slots, columns)
-        slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-        slots, _ = results(programs.decode, slots, params, temperature, cuts_off)
-        # Again for slots as `decode` leaves them, since the compiler chooses where results lie.
-        return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-
-    sizes = engine.column_sizes
-    slots_of = [partial(decoded, columns) for columns in sizes]
-    further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
-    every = compiled_together(slots_of + further)[: len(sizes)]
-
-    # What gives slots another number of columns.
-    for slots in every:
-        # One layer of each kind is enough: others have the same shapes.
-        for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
-            for columns in sizes:
-                wanted = spec.num_columns(kind, columns)
-                if kv_cache.columns_of(kv) not in (None, wanted):
-                    results(programs.resize_layer, kv, wanted)
-    return every[0]
-
-
-def results(program: Any, *arguments: Any) -> Any:
+def _results(program: Any, *arguments: Any) -> Any:
     """Compiles a program for these arguments, or their shapes. Returns the shapes of its
     results."""
     check_wanted()
@@ -444,5 +439,5 @@ def compile_append(engine: Engine, slots: Slots) -> Slots:
         call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
         routes = engine.programs.spec.no_routes(*call[1].shape)
         inputs = (engine.per_layer_params, *call, routes)
-        slots = results(engine.programs.append, slots, *inputs)[0]
+        slots = _results(engine.programs.append, slots, *inputs)[0]
     return slots

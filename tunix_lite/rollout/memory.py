@@ -5,14 +5,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from tunix_lite.basics.types import Params
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.models import layer_by_layer
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.layer_by_layer import per_layer_shapes
 from tunix_lite.parallel.mesh import (
     AXES,
     axis_size,
@@ -32,8 +33,8 @@ _USABLE = 0.9
 @dataclass(frozen=True)
 class SamplingMemory:
     """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
-    Example: `memory_here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64).cache_bytes()`.
-    """
+    Example: `SamplingMemory.here(cfg, jnp.float32, GenerationConfig(), RolloutConfig(), 64,
+    ((16, 4),)).cache_bytes()`."""
 
     cfg: Architecture
     # dtype of the computation
@@ -42,10 +43,18 @@ class SamplingMemory:
     rollout: RolloutConfig
     num_slots: int  # sequences decoded at once, a multiple of fsdp
     # (prompts, completions of each) of the rollouts to come
-    rollouts: tuple[tuple[int, int], ...]
+    rollouts: Sequence[tuple[int, int]]
     mesh_shape: dict[str, int]  # sizes by axis name
     rules: dict[str, str | None]  # the sharding rules while sampling
     on_cpu: bool = False  # whether the devices are CPUs
+
+    @classmethod
+    def here(cls, *about: Any) -> "SamplingMemory":
+        """The memory of sampling on the current mesh. about: the fields up to `rollouts`."""
+        with use_rules("rollout"):
+            rules = current_rules()
+        sizes = {axis: axis_size(axis) for axis in AXES}
+        return cls(*about, sizes, rules, current_platform() == "cpu")
 
     @property
     def chunk(self) -> int:
@@ -89,48 +98,20 @@ class SamplingMemory:
         return total
 
 
-def _memory_here(
-    cfg: Architecture,
-    dtype: DTypeLike,
-    generation: GenerationConfig,
-    rollout: RolloutConfig,
-    num_slots: int,
-    rollouts: Sequence[tuple[int, int]] = (),
-) -> SamplingMemory:
-    """The memory of sampling on the current mesh. The arguments are those of SamplingMemory."""
-    mesh_shape = {axis: axis_size(axis) for axis in AXES}
-    with use_rules("rollout"):
-        rules = current_rules()
-    return SamplingMemory(
-        cfg,
-        dtype,
-        generation,
-        rollout,
-        num_slots,
-        tuple(rollouts),
-        mesh_shape,
-        rules,
-        current_platform() == "cpu",
-    )
-
-
-def choose_weights(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    generation: GenerationConfig,
-    rollout: RolloutConfig,
-    num_slots: int,
-    rollouts: Sequence[tuple[int, int]],
-) -> tuple[str, str]:
+def choose_weights(params: Params, memory: SamplingMemory) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
-    ask, when all else that stays on the devices is there. rollouts: as in SamplingMemory."""
-    memory = _memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
+    ask, when all else that stays on the devices is there."""
+
+    def gathered_bytes() -> int:
+        shapes = per_layer_shapes(params, memory.cfg, memory.dtype, gather=True)
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(shapes)
+        )
+
+    # on the fullest device of all hosts
     return weights_that_fit(
-        memory,
-        lambda: _gathered_bytes(params, cfg, dtype),
-        # on the fullest device of all hosts
-        lambda: min(allgather_values(free_bytes())),
+        memory, gathered_bytes, lambda: min(allgather_values(free_bytes()))
     )
 
 
@@ -157,15 +138,6 @@ def weights_that_fit(
     )
     room = f"{_USABLE:.0%} of {free / 1e6:,.0f} MB free"
     return choice, f"weights {choice} over fsdp, since {sizes} into {room}"
-
-
-def _gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
-    """Bytes a device holds of these weights as sampling uses them, gathered over fsdp."""
-    shapes = layer_by_layer.per_layer_shapes(params, cfg, dtype, gather=True)
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
-    )
 
 
 def free_bytes() -> int:

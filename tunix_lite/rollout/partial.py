@@ -16,7 +16,6 @@ from tunix_lite.rollout.requests import (
     StopCriteria,
     check_prompts,
     joined,
-    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig
 
@@ -72,7 +71,7 @@ class OpenCompletion:
         """The request that continues it. ids: its prompt; place: of its prompt, for messages."""
         request = Request(place, self.prompt, self.generation, limit, ids)
         # the text so far, in which the next tokens may complete a stop text
-        stop_end(request, list(self.tokens), criteria)
+        criteria.end_of(request, list(self.tokens))
         request.tokens = list(self.tokens)
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)
@@ -207,10 +206,7 @@ def rollout_of(
     arrays = RolloutArrays.empty(len(completions), generation, pad_id)
     versions = np.full(arrays.tokens.shape, -1, np.int32)
     for row, one in enumerate(completions):
-        request = Request(0, one.prompt, one.generation, len(one.tokens))
-        request.tokens = list(one.tokens)
-        request.logprobs = list(one.logprobs)
-        request.full_logprobs = list(one.full_logprobs)
+        request = one.as_request((), 0, len(one.tokens), StopCriteria({}))
         if one.routes is not None:
             request.prompt_routes = (one.routes, np.s_[:])
         request.reason = one.reason

@@ -276,7 +276,7 @@ def resize_layer(spec: SamplerSpec, kv: KV, columns: int) -> KV:
     """The cache of a layer with so many columns."""
     # `Programs` hands its spec to every program.
     del spec
-    return kv_cache.resize_columns(kv, columns)
+    return kv.resized(columns)
 
 
 def no_draws(count: int) -> _RequestDraws:
@@ -315,8 +315,8 @@ def prefill(
         if not kv_BTKH:
             return attended_BTNH, None
         new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
-        columns = prompt_cache.cache[layer].k.shape[2]
-        return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
+        columns = prompt_cache.cache[layer].columns
+        return attended_BTNH, new.as_ring(lengths_M, columns)
 
     hidden_MTD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
@@ -495,13 +495,41 @@ def read_drawn(
     """The slots after every running one has read the token drawn for it; these tokens, -1 for
     slots that do not run; and their routes, if they are recorded. angles: of the tokens, by kind
     of layer; None: they are computed here."""
+    cfg = spec.cfg
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
     attend_fn = attend_to_cache(spec, slots)
     products = decoder.Products(spec.tp_reduce_dtype)
     if spec.fused:
+        from tunix_lite.kernels.decode_attention import fused_attend
         from tunix_lite.kernels.decode_products import FusedProducts
 
-        attend_fn = attend_fused(spec, slots)
+        # one kernel a layer, which norms and turns what it gets
+        def attend_fused(
+            layer: int,
+            q_BTNH: jax.Array,
+            k_BTKH: jax.Array,
+            v_BTKH: jax.Array,
+            weights: dict[str, Any],
+            angles: decoder.Angles,
+        ):
+            norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
+            sin, cos = angles
+            old = slots.cache[layer]
+            out_BNH, k_BKCH, v_BKCH = fused_attend(
+                cfg,
+                q_BTNH[:, 0],
+                k_BTKH[:, 0],
+                v_BTKH[:, 0],
+                norms,
+                (sin[:, 0, 0], cos[:, 0, 0]),
+                slots.lengths,
+                old.k,
+                old.v,
+                spec.interpret,
+            )
+            return out_BNH[:, None], KV(k_BKCH, v_BKCH)
+
+        attend_fn = attend_fused
         products = FusedProducts(spec.tp_reduce_dtype, interpret=spec.interpret)
 
     # Read the new token: its keys and values join the cache.
@@ -560,47 +588,13 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
             new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
             # A slot that does not run writes, too: into the column of its next token, which
             # nothing reads before that token is there.
-            written[layer] = kv_cache.write_token(slots.cache[layer], new, newest_B)
+            written[layer] = slots.cache[layer].with_token(new, newest_B)
         kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
             cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales, **sinks
         )
         return attended_BTNH, written.get(layer)
-
-    return attend_fn
-
-
-def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v, weights, angles) with attend_norms: one kernel a layer."""
-    from tunix_lite.kernels.decode_attention import fused_attend
-
-    cfg = spec.cfg
-
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        weights: dict[str, Any],
-        angles: decoder.Angles,
-    ):
-        norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
-        sin, cos = angles
-        old = slots.cache[layer]
-        out_BNH, k_BKCH, v_BKCH = fused_attend(
-            cfg,
-            q_BTNH[:, 0],
-            k_BTKH[:, 0],
-            v_BTKH[:, 0],
-            norms,
-            (sin[:, 0, 0], cos[:, 0, 0]),
-            slots.lengths,
-            old.k,
-            old.v,
-            spec.interpret,
-        )
-        return out_BNH[:, None], KV(k_BKCH, v_BKCH)
 
     return attend_fn
 
@@ -662,7 +656,7 @@ def append(
     last_R = jnp.maximum(counts_R - 1, 0)
     appended = slots.replace(
         cache=[
-            kv_cache.write_tokens(old, new, rows_R, lengths_R, counts_R)
+            old.with_tokens(new, rows_R, lengths_R, counts_R)
             if isinstance(old, KV)
             else jax.tree.map(write, old, new)
             for old, new in zip(slots.cache, new_cache)
@@ -695,7 +689,7 @@ def attend_to_cache_and_new(
         if not isinstance(kv, KV) or kind in masks:
             continue
         # Columns of the cache, then new tokens: [R, W, C + W].
-        held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
+        held_RC = kv_cache.positions_held(lengths_R - 1, kv.columns)
         shape = (*query_RW.shape, held_RC.shape[1])
         old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, shape)
         near_RWW = new_RWW
@@ -717,7 +711,7 @@ def attend_to_cache_and_new(
         mask_BTS = masks[cfg.kinds[layer]]
 
         # So many queries at a time that their scores fit.
-        length = attention.piece_length(q_BTNH, kv.k.shape[2])
+        length = attention.piece_length(q_BTNH, kv.columns)
         pieces = []
         for start in range(0, W, length):
             queries = slice(start, start + length)
@@ -730,13 +724,6 @@ def attend_to_cache_and_new(
 
 
 # ---- rewind
-
-
-def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, where a stop text may end a turn within it."""
-    # No token can be taken out of a state again.
-    kinds = map(decoder.kind_of_layer, spec.cfg.pattern)
-    return 1 if any(kind.state_shapes is not None for kind in kinds) else spec.chunk
 
 
 def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:

@@ -100,6 +100,38 @@ class StopCriteria:
                 f"stop={list(self.texts)}: stop texts need a tokenizer, and there is none"
             )
 
+    def end_of(self, request: Request, new: list[int]) -> int | None:
+        """How many of the new tokens there are up to a stop text, or a token of the request's own
+        criteria; None."""
+        tokens = () if request.criteria is None else request.criteria.tokens
+        criteria = request.criteria or self
+        if not criteria.texts and not tokens:
+            return None
+        if request.text is None and criteria.texts:
+            # A stop text may be the text of a special token.
+            request.text = criteria.tokenizer.stream(skip_special=False)
+        longest = max(map(len, criteria.texts), default=0)
+        for count, token in enumerate(new, start=1):
+            if criteria.texts:
+                request.tail += request.text.feed([token])
+            if token in tokens or any(text in request.tail for text in criteria.texts):
+                return count
+            # A stop text may begin in one token and end in a later one.
+            request.tail = request.tail[-longest:]
+        return None
+
+    def not_finite(self, request: Request) -> str:
+        """The message for a request whose log-probabilities are not finite."""
+        place = (
+            f"token {len(request.tokens) + 1} or a little later of completion "
+            f"{request.generation + 1} of prompt {request.prompt + 1}"
+            f"{_quoted(request.ids, self.tokenizer)}"
+        )
+        return (
+            f"the model's scores are not finite at {place}: the weights are damaged, "
+            "or too large for the type of the computation, or the temperature is almost 0"
+        )
+
 
 @dataclass(frozen=True)
 class RolloutArrays:
@@ -194,31 +226,6 @@ class RolloutArrays:
 OnChunk = Callable[[Sequence[Request], dict[int, Rollout]], None]
 
 
-def stop_end(
-    request: Request,
-    new: list[int],
-    criteria: StopCriteria,
-) -> int | None:
-    """How many of the new tokens there are up to a stop text, or a token of the request's own
-    criteria; None."""
-    tokens = () if request.criteria is None else request.criteria.tokens
-    criteria = request.criteria or criteria
-    if not criteria.texts and not tokens:
-        return None
-    if request.text is None and criteria.texts:
-        # A stop text may be the text of a special token.
-        request.text = criteria.tokenizer.stream(skip_special=False)
-    longest = max(map(len, criteria.texts), default=0)
-    for count, token in enumerate(new, start=1):
-        if criteria.texts:
-            request.tail += request.text.feed([token])
-        if token in tokens or any(text in request.tail for text in criteria.texts):
-            return count
-        # A stop text may begin in one token and end in a later one.
-        request.tail = request.tail[-longest:]
-    return None
-
-
 def check_prompts(
     prompts: Prompts,
     cfg: Architecture,
@@ -242,39 +249,6 @@ def check_prompts(
                 f"{cfg.vocab_size - 1}: the tokenizer is not this model's"
                 f"{_quoted(prompt, tokenizer)}"
             )
-
-
-def check_limits(
-    limits: Sequence[int] | None,
-    num_requests: int,
-    generation: GenerationConfig,
-) -> list[int]:
-    """The most tokens of each completion. Raises ValueError for other numbers of limits, or beyond
-    the most."""
-    if limits is None:
-        return [generation.max_new_tokens] * num_requests
-    if len(limits) != num_requests:
-        raise ValueError(
-            f"{len(limits)} limits for {num_requests} completions; give one for each"
-        )
-    for i, limit in enumerate(limits):
-        if not 1 <= limit <= generation.max_new_tokens:
-            raise ValueError(
-                f"limits[{i}]={limit}; it is 1 to max_new_tokens={generation.max_new_tokens}"
-            )
-    return [int(limit) for limit in limits]
-
-
-def not_finite(request: Request, tokenizer: Tokenizer | None) -> str:
-    """The message for a request whose log-probabilities are not finite."""
-    place = (
-        f"token {len(request.tokens) + 1} or a little later of completion "
-        f"{request.generation + 1} of prompt {request.prompt + 1}{_quoted(request.ids, tokenizer)}"
-    )
-    return (
-        f"the model's scores are not finite at {place}: the weights are damaged, "
-        "or too large for the type of the computation, or the temperature is almost 0"
-    )
 
 
 def _quoted(prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:

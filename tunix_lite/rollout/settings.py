@@ -1,5 +1,6 @@
 """The settings of sampling: the distribution (`generation`), and the sampler (`rollout`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,30 @@ class GenerationConfig:
             )
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest completion."""
+        return self.max_prompt_length, self.max_new_tokens
+
+    @property
     def has_cutoffs(self) -> bool:
         """Returns whether top_k, top_p or min_p cut tokens off."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    def limits_of(self, limits: Sequence[int] | None, num_requests: int) -> list[int]:
+        """The most tokens of each completion. Raises ValueError for other numbers of limits, or
+        beyond the most."""
+        if limits is None:
+            return [self.max_new_tokens] * num_requests
+        if len(limits) != num_requests:
+            raise ValueError(
+                f"{len(limits)} limits for {num_requests} completions; give one for each"
+            )
+        for i, limit in enumerate(limits):
+            if not 1 <= limit <= self.max_new_tokens:
+                raise ValueError(
+                    f"limits[{i}]={limit}; it is 1 to max_new_tokens={self.max_new_tokens}"
+                )
+        return [int(limit) for limit in limits]
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""

@@ -20,8 +20,8 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
+from tunix_lite.rollout.memory import choose_weights
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
@@ -141,15 +141,8 @@ def build_learner(session: Session) -> Learner:
 
     # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
     # the devices is there by now.
-    sampling_weights, why = memory.choose_weights(
-        acting_params(frozen, policy_part(state.params), model.lora),
-        resolved.cfg,
-        resolved.dtype,
-        run.generation,
-        run.rollout,
-        resolved.slots,
-        resolved.rollouts,
-    )
+    acting = acting_params(frozen, policy_part(state.params), model.lora)
+    sampling_weights, why = choose_weights(acting, resolved.sampling_memory)
     console.say(f"sampling: {resolved.slots} slots, {why}")
     # the sampler and the plan must speak of the same copy
     resolved = replace(resolved, sampling_weights=sampling_weights)

@@ -22,7 +22,6 @@ from tunix_lite.runs.separate_sampling import (
     separate_sampling,
 )
 from tunix_lite.runs.session import Session
-from tunix_lite.runs.setup import rollouts_behind
 from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
@@ -66,7 +65,7 @@ class _PartialRollouts:
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._behind = rollouts_behind(run)
+        self._behind = run.rollouts_behind
         self._batches = _BatchesInFlight(session)
         self._between_chunks = session.stopping.check_between_chunks
         self._pad_id = session.task.tokenizer.pad_id

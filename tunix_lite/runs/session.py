@@ -20,9 +20,6 @@ from tunix_lite.planning.at_start import is_out_of_memory
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
-    run_metadata,
-    startup_summary,
-    write_fingerprint,
 )
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.processes import Processes
@@ -103,12 +100,26 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     whole_steps = Checkpoints(run_dir.checkpoints).whole_steps
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
-    with explained(), _open_console(run, run_dir) as console:
+    with explained(), contextlib.ExitStack() as at_end:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        # Of several processes one may end another from compiled code: its last words stay visible.
+        # Only one process shows it, too.
+        console = Console(
+            run_dir.log,
+            run.training.max_steps,
+            run.training.log_interval_steps,
+            quiet=not run_dir.is_first,
+            mode=run.tracking.console,
+            evaluates_every=run.evaluation.interval_steps,
+            epochs=run.training.epochs,
+        )
+        at_end.push(closed_at_end(console.close))
+
         # Which run this is.
         if not parts.overwrites_other_run(run_dir):
-            write_fingerprint(parts, run_dir)
-        status.about = run_metadata(parts)
-        console.panel(*startup_summary(parts, run_dir))
+            parts.write_fingerprint(run_dir)
+        status.about = parts.metadata
+        console.panel(*parts.summary(run_dir))
         if parts.failing:
             tried = f"tried on made-up completions before the run: {parts.failing}"
             console.say(f"warning: {tried}", style="yellow")
@@ -144,31 +155,34 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
     except StopRun as stop:
         session.state = stop.state
     except BaseException as error:
-        _failed(session, error)
+        # While a run is loading, status.json stays what an earlier start wrote.
+        if not session.status.started:
+            raise
+        # a person who pressed Ctrl-C twice knows why it ended
+        word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        # The disk may be what failed: then the error under way says more than a second one.
+        with contextlib.suppress(OSError):
+            session.status.write(word, error=f"{type(error).__name__}: {error}")
+            steps = Checkpoints(session.run_dir.checkpoints).whole_steps()
+            saved = "no checkpoint was saved"
+            if steps:
+                saved = (
+                    f"checkpoint {steps[-1]} is in {shown_place(session.run_dir.checkpoints)}"
+                )
+            session.console.say(
+                f"{word} after step {session.status.steps}; {saved}", style="red"
+            )
+            if is_out_of_memory(error):
+                session.console.say(
+                    "out of memory: docs/howto/out_of_memory.md has what takes less, and "
+                    "tunix-lite plan what fits",
+                    style="yellow",
+                )
         raise
     status = session.status
     status.write("stopped" if status.stopped else "completed")
     for text, style in status.closing_lines(resume_hint):
         session.console.say(text, style=style)
-
-
-@contextlib.contextmanager
-def _open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
-    """Make the folder, and the console that writes its log too. Only one process shows it."""
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    # Of several processes one may end another from compiled code: its last words stay visible.
-    console = Console(
-        run_dir.log,
-        run.training.max_steps,
-        run.training.log_interval_steps,
-        quiet=not run_dir.is_first,
-        mode=run.tracking.console,
-        evaluates_every=run.evaluation.interval_steps,
-        epochs=run.training.epochs,
-    )
-    with contextlib.ExitStack() as at_end:
-        at_end.push(closed_at_end(console.close))
-        yield console
 
 
 def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
@@ -184,23 +198,3 @@ def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
             error.add_note(f"and then {second}")
 
     return leave
-
-
-def _failed(session: Session, error: BaseException) -> None:
-    """Write the error into status.json; the error itself goes on to the caller."""
-    # While a run is loading, status.json stays what an earlier start wrote.
-    if not session.status.started:
-        return
-    # a person who pressed Ctrl-C twice knows why it ended
-    word = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    # The disk may be what failed: then the error under way says more than a second one.
-    with contextlib.suppress(OSError):
-        session.status.write(word, error=f"{type(error).__name__}: {error}")
-        steps = Checkpoints(session.run_dir.checkpoints).whole_steps()
-        saved = "no checkpoint was saved"
-        if steps:
-            saved = f"checkpoint {steps[-1]} is in {shown_place(session.run_dir.checkpoints)}"
-        session.console.say(f"{word} after step {session.status.steps}; {saved}", style="red")
-        if is_out_of_memory(error):
-            more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"
-            session.console.say(f"out of memory: {more}", style="yellow")

@@ -32,7 +32,7 @@ from tunix_lite.parallel.mesh import (
     set_rules,
     split_devices,
 )
-from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
+from tunix_lite.planning.packing_choice import AUTO, with_packing
 from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
     HUB_SETTINGS,
@@ -107,8 +107,150 @@ class Parts:
         (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
+    @property
+    def metadata(self) -> dict:
+        """Returns the facts about the run that status.json holds beside its progress."""
+        run = self.resolved.run
+        task_source = self.task.config.source
+        return {
+            "algorithm": type(run.algorithm).__name__,
+            "seed": run.seed,
+            "mesh": dict(self.mesh.shape),
+            "batch": str(self.batch),
+            "parameters": weights.num_params(decoder.weights(self.model.cfg)),
+            # of adapters, those alone
+            "trained_parameters": weights.num_params(source.weight_tables(self.model)[1]),
+            "data": {
+                # null: of a stream nobody has counted them
+                "train": len(task_source.train)
+                if isinstance(task_source.train, Sized)
+                else None,
+                "held_out": len(task_source.held_out),
+                # null: not looked for, since the examples are not in memory
+                "held_out_in_train": held_out_in_training(self.task),
+            },
+            "versions": {
+                "tunix_lite": __version__,
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+            },
+        }
 
-def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Parts:
+    def write_fingerprint(self, run_dir: RunDir) -> None:
+        """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and
+        the text of the chat template. Where the folder holds checkpoints of another run, call it
+        when our first one is whole: until then the other run must be able to go on. A kill in
+        between leaves our checkpoint under their fingerprint; both runs can still resume."""
+        run = self.resolved.run
+        with error_context(""):
+            run_dir.write_json(run_dir.fingerprint, _fingerprint_of(self))
+            template = self.model.tokenizer.template
+            if run_dir.is_first:
+                run_dir.chat_template.unlink(missing_ok=True)
+            if run_dir.is_first and template is not None:
+                run_dir.chat_template.write_text(template.text, encoding="utf-8")
+            kept = source.settings_to_keep(run.model, self.model, run.seed)
+            run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
+
+    def summary(self, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
+        """The title and the rows, (name, text) each, of the panel at the start of a run."""
+        resolved = self.resolved
+        run = resolved.run
+
+        def size(model: FoundModel) -> str:
+            total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
+            if model.lora is None:
+                return total
+            frozen, trained = source.weight_tables(model)
+            return (
+                f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
+                f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
+            )
+
+        def because(text: str) -> str:
+            return f" ({text})" if text else ""
+
+        # The machine.
+        device = self.mesh.devices.flat[0]
+        kind = device_name(device.device_kind, device.platform)
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        rows = [
+            ("devices", f"{devices_taken(self.mesh)} x {kind}, jax {jax.__version__}"),
+            ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
+        ]
+        if self.rollout_mesh is not None:
+            axes = ", ".join(
+                f"{name}={size}" for name, size in self.rollout_mesh.shape.items()
+            )
+            count = self.rollout_mesh.size
+            rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
+
+        # What trains, on what.
+        precision = f"{run.training.mixed_precision}{because(resolved.precision_reason)}"
+        precision += float32_products(run.training.mixed_precision, device.platform)
+        rows.append(("model", f"{size(self.model)}, weights {run.model.weights}, {precision}"))
+        if run.model.target_params is not None:
+            rows.append(("shape", sizes.shape_line(self.model.cfg)))
+        if self.reference:
+            rows.append(("reference", self.reference.words))
+        if run.model.chat_template or run.model.template:
+            sets = [f"{name}={value}" for name, value in run.model.template.items()]
+            where = self.model.tokenizer.template.where
+            rows.append(("template", ", ".join([where, *sets])))
+        for name, model in self.frozen_models.items():
+            storage = resolved.frozen_models[name].storage
+            rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
+        rows += resolved.rows_of_critic
+        layout = self.rows
+        packed = ""
+        if layout.packing != "none":
+            times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
+            plural = "s" if layout.rows_per_part > 1 else ""
+            counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
+            where = " a shard" if self.batch.fsdp > 1 else ""
+            packed = f", packed ({layout.packing}): {times}{counts}{where}"
+        rows.append(("batch", f"{self.batch}{packed}"))
+        if resolved.packing_reason:
+            rows.append(("packing", resolved.packing_reason))
+        if self.data:
+            rows.append(("data", self.data))
+        rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
+        prompt, new = resolved.lengths
+        is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
+        lengths = f"prompt up to {prompt} tokens, completion up to {new}"
+        lengths += because("auto: those of the task" if is_usual else "")
+        if run.task.packs_rows:
+            lengths = f"rows of {prompt + new} tokens, attention {run.task.attention}"
+        rows.append(("lengths", lengths))
+        if run.rollout.is_stale:
+            prompts = self.batch.prompts
+            overlap = "one_step: the next batch is sampled beside the update"
+            if run.rollout.overlap == "carry":
+                overlap = (
+                    f"carry: {prompts * (run.rollouts_behind + 1)} prompts in flight, {prompts} an "
+                    f"update; tokens are up to {run.rollout.max_staleness} updates old"
+                )
+            rows.append(("overlap", overlap))
+
+        # What is minimised, how long, and where to.
+        if objective := described(run.algorithm):
+            rows.append(("objective", objective))
+        max_steps = run.training.max_steps
+        rate = describe(run.optimizer, self.batch.fsdp) + because(resolved.rate_reason)
+        begins = f", from the checkpoint in {self.resume_from}" if self.resume_from else ""
+        epochs = run.training.epochs
+        of_epochs = f" ({counted(epochs, 'epoch')} of {max_steps // epochs})" if epochs else ""
+        rows.append(("optimizer", f"{rate}, {counted(max_steps, 'step')}{of_epochs}{begins}"))
+        all_runs = "outputs/" if run_dir.path.self[0] == "outputs" else run_dir.path
+        viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
+        rows.append(("outputs", f"{shown_place(run_dir.path)}{viewer}"))
+        algorithm = type(run.algorithm).__name__
+        return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
+
+
+def prepare(
+    run: RunConfig, run_dir: RunDir, checked: Parts | None = None, downloads: bool = True
+) -> Parts:
     """The parts of a run that will write to this folder, and every check that needs files or
     devices. Raises ConfigError.
 
@@ -116,9 +258,33 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
     among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
     downloads the files of a hub model after everything else has been found right. To see whether a
-    folder can be written, it writes and removes a small file there."""
-    run = with_data_as_before(run, run_dir)
-    parts = _with_rewards_tried(find_parts(run)) if checked is None else checked
+    folder can be written, it writes and removes a small file there. downloads: False leaves weights
+    of the hub where they are, and finds no reference: for a look at the run."""
+    names = [getattr(run.task, name, None) for name in HUB_SETTINGS]
+    earlier = resume_from_folder(run, run_dir) if any(map(is_hub, names)) else None
+    if earlier is not None:
+        # The commits of the hub's data that were read before: somebody may have changed the data
+        # since. check_resumed says what is wrong with the file.
+        with contextlib.suppress(ValueError):
+            theirs = read_fingerprint(RunDir(earlier.parent).fingerprint)
+            run = replace(run, task=with_commits_of(theirs, run.task))
+    parts = find_parts(run) if checked is None else checked
+    samples = not run.algorithm.needs.demonstrations
+    is_sampled = samples or run.evaluation.num_examples
+    if checked is None and jax.process_index() == 0 and is_sampled:
+        # The first process calls the user's rewards on made-up completions of an example.
+        if samples:
+            example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
+        else:
+            example = parts.task.held_out(1)[0]
+        group = getattr(run.algorithm, "num_generations", 1)
+        failing = failing_functions(run.task, example, group, run.rewards)
+        if failing and run.rewards.on_error == "raise":
+            raise ConfigError(
+                f"task: tried on made-up completions before the run: {failing}; "
+                "rewards.on_error=zero or drop continues without it"
+            )
+        parts = replace(parts, failing=failing)
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -127,16 +293,18 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
     run = parts.resolved.run
 
-    # All weights come to this machine.
-    with error_context(""):
-        model = source.download(parts.model)
-    frozen_models = download_frozen(run.scoring_models, parts.frozen_models)
-    parts = replace(parts, model=model, frozen_models=frozen_models)
+    if downloads:
+        # All weights come to this machine.
+        with error_context(""):
+            model = source.download(parts.model)
+        frozen_models = download_frozen(run.scoring_models, parts.frozen_models)
+        parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
     # run does not go on in silence where one is missing; of status.json it says what begins anew.
     if resume_from is not None:
-        parts = replace(parts, differs=check_resumed(parts, RunDir(resume_from.parent)))
+        differs = check_resumed(parts, RunDir(resume_from.parent), downloads)
+        parts = replace(parts, differs=differs)
     if resume_from == run_dir.checkpoints:
         _, _, began, damage = read_status(run_dir.status)
         notes = []
@@ -156,30 +324,11 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
                 ) from error
             notes.append(f"{error}: what can be read of it goes on")
         parts = replace(parts, damaged="; ".join(notes))
+    if not downloads:
+        return parts
     with error_context("resume"):
         reference = find_reference(run, parts.model, run_dir, resume_from)
     return replace(parts, reference=reference)
-
-
-def _with_rewards_tried(parts: Parts) -> Parts:
-    """The parts, after the first process has called the user's rewards on made-up completions of an
-    example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
-    run = parts.resolved.run
-    samples = not run.algorithm.needs.demonstrations
-    if jax.process_index() or not (samples or run.evaluation.num_examples):
-        return parts
-    if samples:
-        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
-    else:
-        example = parts.task.held_out(1)[0]
-    group = getattr(run.algorithm, "num_generations", 1)
-    failing = failing_functions(run.task, example, group, run.rewards)
-    if failing and run.rewards.on_error == "raise":
-        raise ConfigError(
-            f"task: tried on made-up completions before the run: {failing}; rewards.on_error=zero "
-            "or drop continues without it"
-        )
-    return replace(parts, failing=failing)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -195,7 +344,27 @@ def find_parts(run: RunConfig) -> Parts:
         model = source.locate(run.model)
         cfg = trained_architecture(run.model, model.cfg, run.algorithm.needs)
         model = replace(model, cfg=cfg)
-    mesh, rollout_mesh = _meshes_of(run)
+    shape = run.model.mesh_shape
+    own_shape = run.rollout.mesh_shape
+    rollout_mesh = None
+    if own_shape is not None:
+        with error_context("rollout.mesh_shape"):
+            learning, sampling = split_devices(shape, own_shape, jax.devices())
+            mesh = make_mesh(shape, learning)
+            rollout_mesh = make_mesh(own_shape, sampling)
+    else:
+        try:
+            mesh = make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes)
+        except ValueError as error:
+            hint = ""
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                # there may be fewer processes than somebody meant
+                hint = (
+                    f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
+                    "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
+                    "variables"
+                )
+            raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.scoring_models, model)
 
@@ -276,7 +445,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
         before = packing_of(theirs, file)
     try:
         resolve = _resolver(parts.model, parts.mesh, parts.frozen_models)
-        resolved = resolve(packed_as(run, before))
+        resolved = resolve(run.packed_as(before))
     except ValueError as error:
         raise ConfigError(
             f"resume: the run in {file.parent} has packing={before}, which these settings do not "
@@ -290,43 +459,6 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
         resolved.run, task=counted.task, evaluation=counted.evaluation, training=training
     )
     return replace(parts, resolved=replace(resolved, run=again, packing_reason=reason))
-
-
-def with_data_as_before(run: RunConfig, run_dir: RunDir) -> RunConfig:
-    """The run with the commits of the hub's data that were read by the run whose checkpoint it goes
-    on from: somebody may have changed the data since. Raises ConfigError."""
-    names = [getattr(run.task, name, None) for name in HUB_SETTINGS]
-    resume_from = resume_from_folder(run, run_dir) if any(map(is_hub, names)) else None
-    if resume_from is None:
-        return run
-    with contextlib.suppress(ValueError):
-        # check_resumed says what is wrong with it
-        theirs = read_fingerprint(RunDir(resume_from.parent).fingerprint)
-        return replace(run, task=with_commits_of(theirs, run.task))
-    return run
-
-
-def _meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
-    """The mesh that learns, and the one that samples, if it has devices of its own. Raises
-    ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
-    than somebody meant."""
-    shape = run.model.mesh_shape
-    own_shape = run.rollout.mesh_shape
-    if own_shape is not None:
-        with error_context("rollout.mesh_shape"):
-            learning, sampling = split_devices(shape, own_shape, jax.devices())
-            return make_mesh(shape, learning), make_mesh(own_shape, sampling)
-    try:
-        return make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes), None
-    except ValueError as error:
-        hint = ""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            hint = (
-                f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
-                "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
-                "variables"
-            )
-        raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
 
 
 def locate_frozen(
@@ -518,126 +650,10 @@ def check_resumed(parts: Parts, earlier: RunDir, is_downloaded: bool = True) -> 
         return check_same_run(ours, theirs, earlier.path, is_forced)
 
 
-def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
-    """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and the
-    text of the chat template. Where the folder holds checkpoints of another run, call it when our
-    first one is whole: until then the other run must be able to go on. A kill in between leaves our
-    checkpoint under their fingerprint; both runs can still resume."""
-    run = parts.resolved.run
-    with error_context(""):
-        run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
-        template = parts.model.tokenizer.template
-        if run_dir.is_first:
-            run_dir.chat_template.unlink(missing_ok=True)
-        if run_dir.is_first and template is not None:
-            run_dir.chat_template.write_text(template.text, encoding="utf-8")
-        kept = source.settings_to_keep(run.model, parts.model, run.seed)
-        run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
-
-
 def _fingerprint_of(parts: Parts) -> dict:
-    run = packed_as(parts.resolved.run, parts.rows.packing)
+    run = parts.resolved.run.packed_as(parts.rows.packing)
     batch = parts.batch
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
-
-
-def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
-    """The title and the rows, (name, text) each, of the panel at the start of a run."""
-    resolved = parts.resolved
-    run = resolved.run
-
-    def size(model: FoundModel) -> str:
-        total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
-        if model.lora is None:
-            return total
-        frozen, trained = source.weight_tables(model)
-        return (
-            f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
-            f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
-        )
-
-    def because(text: str) -> str:
-        return f" ({text})" if text else ""
-
-    # The machine.
-    device = parts.mesh.devices.flat[0]
-    kind = device_name(device.device_kind, device.platform)
-    axes = ", ".join(f"{name}={size}" for name, size in parts.mesh.shape.items())
-    rows = [
-        ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
-        ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
-    ]
-    if parts.rollout_mesh is not None:
-        axes = ", ".join(f"{name}={size}" for name, size in parts.rollout_mesh.shape.items())
-        count = parts.rollout_mesh.size
-        rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
-
-    # What trains, on what.
-    precision = f"{run.training.mixed_precision}{because(resolved.precision_reason)}"
-    precision += float32_products(run.training.mixed_precision, device.platform)
-    rows.append(("model", f"{size(parts.model)}, weights {run.model.weights}, {precision}"))
-    if run.model.target_params is not None:
-        rows.append(("shape", sizes.shape_line(parts.model.cfg)))
-    if parts.reference:
-        rows.append(("reference", parts.reference.words))
-    if run.model.chat_template or run.model.template:
-        sets = [f"{name}={value}" for name, value in run.model.template.items()]
-        where = parts.model.tokenizer.template.where
-        rows.append(("template", ", ".join([where, *sets])))
-    for name, model in parts.frozen_models.items():
-        storage = resolved.frozen_models[name].storage
-        rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
-    rows += resolved.rows_of_critic
-    layout = parts.rows
-    packed = ""
-    if layout.packing != "none":
-        times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
-        plural = "s" if layout.rows_per_part > 1 else ""
-        counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
-        where = " a shard" if parts.batch.fsdp > 1 else ""
-        packed = f", packed ({layout.packing}): {times}{counts}{where}"
-    rows.append(("batch", f"{parts.batch}{packed}"))
-    if resolved.packing_reason:
-        rows.append(("packing", resolved.packing_reason))
-    if parts.data:
-        rows.append(("data", parts.data))
-    rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
-    prompt, new = resolved.lengths
-    is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
-    lengths = f"prompt up to {prompt} tokens, completion up to {new}"
-    lengths += because("auto: those of the task" if is_usual else "")
-    if run.task.packs_rows:
-        lengths = f"rows of {prompt + new} tokens, attention {run.task.attention}"
-    rows.append(("lengths", lengths))
-    if run.rollout.is_stale:
-        prompts = parts.batch.prompts
-        overlap = "one_step: the next batch is sampled beside the update"
-        if run.rollout.overlap == "carry":
-            overlap = (
-                f"carry: {prompts * (rollouts_behind(run) + 1)} prompts in flight, {prompts} an "
-                f"update; tokens are up to {run.rollout.max_staleness} updates old"
-            )
-        rows.append(("overlap", overlap))
-
-    # What is minimised, how long, and where to.
-    if objective := described(run.algorithm):
-        rows.append(("objective", objective))
-    max_steps = run.training.max_steps
-    rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
-    begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
-    epochs = run.training.epochs
-    of_epochs = f" ({counted(epochs, 'epoch')} of {max_steps // epochs})" if epochs else ""
-    rows.append(("optimizer", f"{rate}, {counted(max_steps, 'step')}{of_epochs}{begins}"))
-    all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
-    viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
-    rows.append(("outputs", f"{shown_place(run_dir.path)}{viewer}"))
-    algorithm = type(run.algorithm).__name__
-    return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
-
-
-def rollouts_behind(run: RunConfig) -> int:
-    """The most rollouts that a token may be older than the update that learns from it."""
-    return run.rollout.max_staleness // run.algorithm.updates_per_rollout
 
 
 def float32_products(mixed_precision: str, platform: str) -> str:
@@ -652,30 +668,3 @@ def float32_products(mixed_precision: str, platform: str) -> str:
     return (
         "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
     )
-
-
-def run_metadata(parts: Parts) -> dict:
-    """Returns the facts about the run that status.json holds beside its progress."""
-    run = parts.resolved.run
-    task_source = parts.task.config.source
-    return {
-        "algorithm": type(run.algorithm).__name__,
-        "seed": run.seed,
-        "mesh": dict(parts.mesh.shape),
-        "batch": str(parts.batch),
-        "parameters": weights.num_params(decoder.weights(parts.model.cfg)),
-        # of adapters, those alone
-        "trained_parameters": weights.num_params(source.weight_tables(parts.model)[1]),
-        "data": {
-            # null: of a stream nobody has counted them
-            "train": len(task_source.train) if isinstance(task_source.train, Sized) else None,
-            "held_out": len(task_source.held_out),
-            # null: not looked for, since the examples are not in memory
-            "held_out_in_train": held_out_in_training(parts.task),
-        },
-        "versions": {
-            "tunix_lite": __version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        },
-    }

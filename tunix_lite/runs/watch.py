@@ -22,15 +22,14 @@ from tunix_lite.learner.optim import learning_rates, num_updates
 from tunix_lite.models.source import weight_tables
 from tunix_lite.models.weights import num_params
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
-from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_fits,
     memory_line,
     plan_of_this_run,
-    training_programs,
 )
 from tunix_lite.planning.flops import Throughput
 from tunix_lite.planning.hardware import of_device
+from tunix_lite.planning.report import Plans
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import Learner
@@ -51,7 +50,6 @@ from tunix_lite.runs.samples import (
     sample_rows,
 )
 from tunix_lite.runs.session import Session, closed_at_end
-from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.settings.config import plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.console import OUR_PARTS
@@ -180,12 +178,11 @@ class Watch:
         # The plan, by the programs of this run, which compile now.
         to_compile = session.stopping.uninterruptible(COMPILATION)
         with compiling(console, "the update"), to_compile:
-            programs = training_programs(
+            plan = plan_of_this_run(
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
             )
-            plan = plan_of_this_run(learner.resolved, programs)
         if session.run_dir.is_first:
-            report.write(plan, session.run_dir.path)
+            Plans((plan,)).write(session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
 
@@ -498,7 +495,7 @@ class Watch:
         self.session.status.steps = done.step
 
     def save(self) -> None:
-        """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it may
+        """A checkpoint of the state as it is now. Parts.write_fingerprint says why what made it may
         be written after it."""
         session = self.session
         step = int(self.state.step)
@@ -507,7 +504,7 @@ class Watch:
         self.checkpoints.save(self.state, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
-            write_fingerprint(session.parts, session.run_dir)
+            session.parts.write_fingerprint(session.run_dir)
         self.is_fingerprint_pending = False
         self.unfinished.on_disk = int(self.state.step)
 

@@ -88,13 +88,8 @@ class Server(Face):
 
     # ---- endpoints
 
-    async def _health(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
-        is_well = self.engine.is_alive and not self.is_stopping
-        return web.Response(
-            text="ok" if is_well else "stopping", status=200 if is_well else 503
-        )
+    async def _health(self, request: "web.Request") -> tuple[int, dict]:
+        return self.health(self.engine.is_alive)
 
     async def _models(self, request: "web.Request") -> dict:
         """All models, or the one of this name."""

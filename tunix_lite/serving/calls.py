@@ -127,8 +127,11 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     checked = read(_ChatBody if is_chat else _TextBody, body)
     model = limits.model_name if checked.model is None else checked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
-        message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
-        raise BadCall(message, "model", "model_not_found")
+        raise BadCall(
+            f"there is no model {shown(model)}; this server has {limits.model_name!r}",
+            "model",
+            "model_not_found",
+        )
 
     of_prompt = "messages" if is_chat else "prompt"
     read_prompts = _chat_prompt if is_chat else _text_prompts
@@ -141,11 +144,12 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
         message = str(error).replace(f"{tokenizer.folder}/", "")
         raise BadCall(message, of_prompt) from error
     if (longest := max(map(len, prompts))) > limits.max_prompt_length:
-        message = (
+        raise BadCall(
             f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
-            f"start it with generation.max_prompt_length={longest}"
+            f"start it with generation.max_prompt_length={longest}",
+            of_prompt,
+            "context_length_exceeded",
         )
-        raise BadCall(message, of_prompt, "context_length_exceeded")
 
     # The tokens of a completion, at most.
     most = min(limits.max_new_tokens, limits.max_length - longest)
@@ -159,8 +163,9 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
     is_list = isinstance(stop, list | tuple) and len(stop) <= _MOST_STOPS
     if not is_list or not all(isinstance(one, str) and one for one in stop):
-        message = f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty"
-        raise BadCall(message, "stop")
+        raise BadCall(
+            f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty", "stop"
+        )
 
     known = {*_IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
@@ -183,11 +188,11 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
     """Raises BadCall for more completions than the server ever holds."""
     count = prompts * choices
     if count > limits.max_sequences:
-        message = (
+        raise BadCall(
             f"n={choices} for each of {prompts} prompts is {count} completions; this server takes "
-            f"up to {limits.max_sequences} in one request: send several"
+            f"up to {limits.max_sequences} in one request: send several",
+            "n" if prompts == 1 else "prompt",
         )
-        raise BadCall(message, "n" if prompts == 1 else "prompt")
 
 
 def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
@@ -205,12 +210,13 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
         elif isinstance(one, list):
             left += one
     if size > most:
-        message = (
+        raise BadCall(
             f"the prompt has {size} bytes; this server reads up to {most}, as it takes "
             f"{limits.max_prompt_length} tokens and no token has more than "
-            f"{tokenizer.longest_token} bytes"
+            f"{tokenizer.longest_token} bytes",
+            field,
+            "context_length_exceeded",
         )
-        raise BadCall(message, field, "context_length_exceeded")
 
 
 def _chat_prompt(
@@ -226,12 +232,16 @@ def _chat_prompt(
     variables = body.chat_template_kwargs
     for name in variables:
         if name.endswith("_token"):
-            message = f"chat_template_kwargs: {shown(name)} is of the tokenizer; leave it out"
-            raise BadCall(message, "chat_template_kwargs")
+            raise BadCall(
+                f"chat_template_kwargs: {shown(name)} is of the tokenizer; leave it out",
+                "chat_template_kwargs",
+            )
     if body.reasoning_effort is not None:
         if not tokenizer.template.names("reasoning_effort"):
-            message = "the chat template of this model reads no reasoning_effort; leave it out"
-            raise BadCall(message, "reasoning_effort")
+            raise BadCall(
+                "the chat template of this model reads no reasoning_effort; leave it out",
+                "reasoning_effort",
+            )
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
     of_tools = [body.tools, body.tool_choice, body.parallel_tool_calls]
     _check_bytes([body.messages, variables, of_tools], limits, tokenizer, "messages")
@@ -243,15 +253,18 @@ def _chat_prompt(
     messages = []
     for message in body.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            problem = f"a message is an object with a role; this one is {shown(message)}"
-            raise BadCall(problem, "messages")
+            raise BadCall(
+                f"a message is an object with a role; this one is {shown(message)}", "messages"
+            )
         parts = message.get("content")
         if isinstance(parts, list):
             if not all(
                 isinstance(part, dict) and part.get("type") == "text" for part in parts
             ):
-                problem = "a part of a message is of type text; this model reads no other"
-                raise BadCall(problem, "messages")
+                raise BadCall(
+                    "a part of a message is of type text; this model reads no other",
+                    "messages",
+                )
             text = "".join(str(part.get("text", "")) for part in parts)
             message = message | {"content": text}
         messages.append(message)

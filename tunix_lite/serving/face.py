@@ -49,6 +49,11 @@ class ServerSettings:
     stop_seconds: float = 30.0  # seconds that requests under way may take after SIGTERM
     log_requests: bool = False  # a line on stderr for each request
 
+    async def check_port(self) -> None:
+        """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, self.host, self.port)).close()
+
 
 class TimedOut(Exception):
     """A request took too long."""
@@ -81,6 +86,11 @@ class Face:
     def stop(self) -> None:
         """Called when a signal came."""
         self.is_stopping = True
+
+    def health(self, is_alive: bool) -> tuple[int, dict]:
+        """Whether it takes requests. is_alive: whether what answers them does."""
+        is_well = is_alive and not self.is_stopping
+        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
 
     def key_of(self, request: "web.Request") -> str:
         """The key that the client sent; "" if none."""
@@ -185,12 +195,6 @@ class Face:
             return _CLIENT_LEFT, ""
         traceback.print_exc()
         return 500, "the server failed; its log says why"
-
-
-async def check_port(host: str, port: int) -> None:
-    """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
-    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
-    server.close()
 
 
 async def read_body(request: "web.Request") -> bytes:

@@ -69,6 +69,7 @@ def checked_number(name: str, value: object, kind: type, low: float, high: float
         raise BadCall(f"{name}={shown(value)}; it is a {limits}", name)
     # The devices compute in float32, where it would be 0.
     if 0 < abs(value) < LEAST_POSITIVE:
-        message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
-        raise BadCall(message, name)
+        raise BadCall(
+            f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}", name
+        )
     return kind(value)

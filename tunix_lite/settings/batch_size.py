@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.config import RunConfig, TrainingConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
@@ -84,26 +83,19 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     micro = micro or per_shard // (accumulation or 1)
     accumulation = accumulation or per_shard // max(micro, 1)
     batch = BatchPlan(prompts, G, fsdp, micro, accumulation)
-    _check_identity(settings, batch)
-    return batch
 
-
-def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
-    """Raises ConfigError, with the arithmetic, where the numbers of a batch do not fit together."""
-    G = batch.num_generations
-    fsdp = batch.fsdp
-    accumulation = batch.num_micro_batches
-    made = batch.micro_batch_size * fsdp * accumulation
+    # The numbers fit together.
+    made = micro * fsdp * accumulation
     if settings.prompts_per_step is None and made % G:
         step = G // math.gcd(G, fsdp * accumulation)
         raise ConfigError(
-            f"training: micro_batch_size={batch.micro_batch_size} x fsdp={fsdp} x "
+            f"training: micro_batch_size={micro} x fsdp={fsdp} x "
             f"gradient_accumulation_steps={accumulation} = "
             f"{made} sequences, not a multiple of algorithm.num_generations={G}; "
-            f"training.micro_batch_size={_nearest_multiple(batch.micro_batch_size, step)} would do"
+            f"training.micro_batch_size={_nearest_multiple(micro, step)} would do"
         )
     total = (
-        f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
+        f"prompts_per_step={prompts} x num_generations={G} = {batch.sequences} sequences per "
         "update"
     )
     # a shard with fewer sequences would wait for the others
@@ -111,26 +103,23 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
         least = fsdp // math.gcd(G, fsdp)
         raise ConfigError(
             f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {least} prompts: "
-            f"training.prompts_per_step={_nearest_multiple(batch.prompts, least)}"
+            f"training.prompts_per_step={_nearest_multiple(prompts, least)}"
         )
     if made != batch.sequences:
         # The override that leaves one number to be derived from the others, the one that changes
         # least first; of the micro-batch alone if none of them can be.
-        micro = settings.micro_batch_size
+        size = settings.micro_batch_size
         given = settings.gradient_accumulation_steps
-        per_shard = batch.sequences // fsdp
-        if micro and per_shard % micro == 0:
-            derived = (
-                f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
-            )
+        if size and per_shard % size == 0:
+            derived = f"training.gradient_accumulation_steps=null makes it {per_shard // size}"
         elif given and per_shard % given == 0:
             derived = f"training.micro_batch_size=null makes it {per_shard // given}"
         else:
-            size = _largest_divisor(per_shard, micro or per_shard)
+            divisor = _largest_divisor(per_shard, size or per_shard)
             rest = " training.gradient_accumulation_steps=null" if given else ""
-            derived = f"training.micro_batch_size={size}{rest} does"
+            derived = f"training.micro_batch_size={divisor}{rest} does"
         raise ConfigError(
-            f"training: {total}, but micro_batch_size={micro or 'derived'} x fsdp={fsdp} x "
+            f"training: {total}, but micro_batch_size={size or 'derived'} x fsdp={fsdp} x "
             f"gradient_accumulation_steps={given or 'derived'} cannot make {batch.sequences}: each "
             f"of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to have "
             f"it derived: {derived}"
@@ -141,6 +130,7 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
             f"{accumulation} micro-batches of an update ({total}); training.sync_gradients_every="
             f"{_largest_divisor(accumulation, settings.sync_gradients_every)} does"
         )
+    return batch
 
 
 def _nearest_multiple(wanted: int, step: int) -> int:
@@ -160,7 +150,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     if not settings.is_packed:
         scored = run.generation.max_new_tokens
         return RowLayout("none", batch.num_micro_batches, scored, num_rows=batch.sequences)
-    longest = sum(lengths_of(run.generation))
+    longest = sum(run.generation.lengths)
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
             f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
@@ -174,7 +164,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     else:
         # The row of shared prompts that makes the fewest tokens for a shard; of equals, the
         # one that shares more. Lengths are even, which cuDNN wants.
-        prompt, new = (length + length % 2 for length in lengths_of(run.generation))
+        prompt, new = (length + length % 2 for length in run.generation.lengths)
         shapes = [
             RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)
         ]
@@ -200,11 +190,6 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     # at last: what narrows compiles more programs, and changes no row
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
-
-
-def lengths_of(generation: GenerationConfig) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest completion."""
-    return generation.max_prompt_length, generation.max_new_tokens
 
 
 def _parts(

@@ -169,9 +169,9 @@ def _plain_values(settings: DictConfig) -> dict:
 def explain(
     error: Exception,
     overrides: list[str],
-    more_conf: str | None = None,
-    of: tuple[str, ...] = (),
-    config_name: str = "config",
+    more_conf: str | None,
+    of: tuple[str, ...],
+    config_name: str,
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
     The other arguments are those of `compose_values`. Call it inside `_options_in`."""

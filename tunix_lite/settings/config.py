@@ -336,6 +336,15 @@ class RunConfig:
         return models
 
     @property
+    def rollouts_behind(self) -> int:
+        """The most rollouts that a token may be older than the update that learns from it."""
+        return self.rollout.max_staleness // self.algorithm.updates_per_rollout
+
+    def packed_as(self, packing: str) -> "RunConfig":
+        """The run with this packing."""
+        return replace(self, training=replace(self.training, packing=packing))
+
+    @property
     def loss_examples(self) -> int:
         """Returns the number of held-out rows whose loss is measured; 0: of none."""
         evaluation = self.evaluation

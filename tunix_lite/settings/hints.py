@@ -59,7 +59,7 @@ def shell_quoted(override: str) -> str:
     return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
 
 
-def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
+def unknown_key(key: str, known: Iterable[str], value: object) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
     it. known: the names of all settings. value: what it was to be, as text or as YAML read it."""
     known = list(known)
@@ -126,7 +126,7 @@ def _normal(key: str) -> str:
     return key.strip().lstrip("+~-").replace("-", "_").lower()
 
 
-def _translated(key: str, value: object, known: Iterable[str] | None = None) -> _Hint | None:
+def _translated(key: str, value: object, known: Iterable[str] | None) -> _Hint | None:
     """Translates a word of another project; None if the table does not have it. value: None if it
     is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
@@ -200,7 +200,7 @@ def _text(value: object) -> str:
     return text.lower() if text.lower() in ("true", "false") else text
 
 
-def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
+def options_of(group: str, folders: Iterable[Path]) -> list[str]:
     """The options of a group, in conf/ and in these folders."""
     places = [conf_dir(), *folders]
     return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})

@@ -39,7 +39,6 @@ from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.settings.batch_size import (
     BatchPlan,
-    lengths_of,
     plan_batch,
     plan_rows,
 )
@@ -184,7 +183,7 @@ class ResolvedRun:
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
-        return lengths_of(self.run.generation)
+        return self.run.generation.lengths
 
     @property
     def train_rules(self) -> dict[str, str | None]:
@@ -458,7 +457,7 @@ def resolve_run(
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
     rows = plan_rows(run, batch, has_large_head(cfg))
-    width = rows.width or sum(lengths_of(run.generation))
+    width = rows.width or sum(run.generation.lengths)
     tp = mesh_shape["tp"]
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
         # sequence parallelism divides rows into pieces
@@ -623,7 +622,7 @@ def _choose_attention(
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        width = rows.width or sum(lengths_of(run.generation))
+        width = rows.width or sum(run.generation.lengths)
         return attention.choose(choice, cfg, platform, dtype, width, shares_prompts)
     except attention.CannotCompile:
         if is_attached:
@@ -643,36 +642,3 @@ def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: 
             not run.model.lora.rank and run.model.lora.adapter is None,
             run.generation.has_cutoffs,
         )
-
-
-def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
-    """Raises ConfigError for a kernel that only a machine which has its library can put into a
-    program."""
-    if (resolved.attention, platform) != ("cudnn", "cuda"):
-        return
-    width = resolved.rows.width or sum(resolved.lengths)
-    if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
-        raise ConfigError(
-            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
-            "installed, and here it is not; training.attention=xla would do, or an estimate: "
-            "analytic=true"
-        )
-
-
-def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
-    """The values of micro_batch_size that this batch allows, the largest first."""
-    per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
-    every = run.training.sync_gradients_every
-    # others would leave a rest, and a micro-batch of another size is another program
-    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
-    return [size for size in divisors if (per_shard // size) % every == 0]
-
-
-def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
-    """The run with micro-batches of this size, and the number of micro-batches derived from it.
-    None: the fewest micro-batches allowed, which is sync_gradients_every."""
-    accumulation = run.training.sync_gradients_every if size is None else None
-    changed = replace(
-        run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation
-    )
-    return replace(run, training=changed)

@@ -154,13 +154,12 @@ class BytesProgress(Progress):
         self._megabytes = (done / 1e6, total / 1e6)
 
 
-def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:
+def compiling(output: Output, what: str) -> Progress:
     """Around the compilation of a program: `compiling the update, 12 s`."""
     return Progress(
         output,
         lambda seconds: f"compiling {what}{after(seconds)}",
         lambda seconds: f"compiled {what} in {seconds_in_words(seconds)}",
-        patience,
     )
 
 

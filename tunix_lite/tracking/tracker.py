@@ -33,7 +33,7 @@ class JsonLines:
     """Writes metrics.jsonl, one JSON object a step. Without its time/, perf/ and memory/ keys it is
     the same, byte for byte, for one seed."""
 
-    def __init__(self, file: Path, resume_at: int | None = None):
+    def __init__(self, file: Path, resume_at: int | None):
         """resume_at: the step that the run resumes from; later steps are cut off. None: begin a new
         file. Of a file that lacks steps, or has lines that cannot be read and so are lost, a copy
         is kept as metrics.damaged-1.jsonl. Raises OSError."""
@@ -73,7 +73,7 @@ class TensorBoard:
     thread: that of tensorboardX's SummaryWriter, once a full disk has ended it, makes the next log
     wait for ever."""
 
-    def __init__(self, folder: Path, resume_at: int | None = None):
+    def __init__(self, folder: Path, resume_at: int | None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
         # Imported here, because it imports torch if there is one, which takes over a second.
         from tensorboardX import summary

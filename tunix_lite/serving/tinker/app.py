@@ -107,13 +107,14 @@ class TinkerServer(Face):
             answers[path] = partial(self._enqueue, path)
         for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        for path, view in (
-            ("{id}", self._run_info),
-            ("{id}/checkpoints", self._checkpoints_of),
-        ):
-            yield "get", f"{API}/training_runs/{path}", partial(self._lookup, view)
-        checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
-        yield "delete", checkpoint, self._delete_checkpoint
+        runs = f"{API}/training_runs"
+        yield "get", f"{runs}/{{id}}", self._run_info
+        yield "get", f"{runs}/{{id}}/checkpoints", self._checkpoints_of
+        yield (
+            "delete",
+            f"{runs}/{{run}}/checkpoints/{{folder}}/{{name}}",
+            self._delete_checkpoint,
+        )
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
         yield "get", f"{API}/get_server_capabilities", self._capabilities
@@ -160,8 +161,7 @@ class TinkerServer(Face):
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
-        is_well = self.worker.is_alive and not self.is_stopping
-        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
+        return self.health(self.worker.is_alive)
 
     def check(self) -> None:
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
@@ -224,8 +224,9 @@ class TinkerServer(Face):
     def _check_base(self, body: TinkerBody) -> None:
         name = self.limits.model_name
         if body.base_model.removesuffix(":full") != name:
-            message = f"base_model={shown(body.base_model)}: this server has {name!r}"
-            raise BadCall(message, "base_model")
+            raise BadCall(
+                f"base_model={shown(body.base_model)}: this server has {name!r}", "base_model"
+            )
 
     def _create_sampler(self, body: TinkerBody) -> dict:
         session = self._session(body.session_id)
@@ -264,8 +265,9 @@ class TinkerServer(Face):
         is_next = model is not None and number == next_seq
         most = self.limits.max_waiting
         if is_new and not is_next and len(self.store.waiting(session)) >= most:
-            message = f"{most} requests of this session wait already"
-            raise BadCall(message, code="rate_limit_exceeded")
+            raise BadCall(
+                f"{most} requests of this session wait already", code="rate_limit_exceeded"
+            )
         # In one order, as its digest tells a request that is sent once more.
         raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
@@ -285,8 +287,9 @@ class TinkerServer(Face):
             body.sample_settings("")
             length = len(body.prompt_tokens)
             if length > (most := self.limits.max_length):
-                message = f"prompt: {length} tokens; this model takes up to {most}"
-                raise BadCall(message, "prompt")
+                raise BadCall(
+                    f"prompt: {length} tokens; this model takes up to {most}", "prompt"
+                )
             sampler = self.store.found("sampler", body.sampling_session_id)
             return "sample", sampler.id, body.seq_id
         if path == "load_weights":
@@ -299,8 +302,9 @@ class TinkerServer(Face):
             return path, owner, 0
         is_named = path == "save_weights" or body.path is not None
         if path in _SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
-            message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
-            raise BadCall(message, "path")
+            raise BadCall(
+                f"path={shown(body.path)}; letters, digits and ._- only, up to 128", "path"
+            )
         # The number 0 is none.
         return path, self._model(body).id, body.seq_id or None
 
@@ -327,9 +331,6 @@ class TinkerServer(Face):
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)
 
-    async def _lookup(self, view: Callable[[Model], dict], request: "web.Request") -> dict:
-        return view(self.store.found("model", request.match_info["id"]))
-
     async def _capabilities(self, request: "web.Request") -> dict:
         length = self.limits.max_length
         can = {"max_context_length": length, "trainable": True, "sampleable": True}
@@ -355,7 +356,8 @@ class TinkerServer(Face):
             "train_attn": adapters is None or adapters.train_attn,
         }
 
-    def _checkpoints_of(self, model: Model) -> dict:
+    async def _checkpoints_of(self, request: "web.Request") -> dict:
+        model = self.store.found("model", request.match_info["id"])
         checkpoints = [
             {
                 "checkpoint_id": "/".join(one.id.split("/")[-2:]),
@@ -370,7 +372,8 @@ class TinkerServer(Face):
         ]
         return {"checkpoints": checkpoints}
 
-    def _run_info(self, model: Model) -> dict:
+    async def _run_info(self, request: "web.Request") -> dict:
+        model = self.store.found("model", request.match_info["id"])
         return _lora(model.adapters) | {
             "training_run_id": model.id,
             "base_model": self.limits.model_name,

@@ -48,7 +48,7 @@ class LiveModels:
     """The trainer's clients and samplers on the devices, the ones used last; others come from the
     store."""
 
-    def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
+    def __init__(self, trainer: "Trainer", store: Store, most: int):
         """most: models, and samplers, that stay on the devices."""
         self.trainer = trainer
         self.store = store
@@ -311,7 +311,32 @@ class Worker:
                 self._save(model, request.seq)
                 return _as_json(metrics=metrics), None
             case "save_weights" | "save_weights_for_sampler":
-                return self._keep(request, model, body)
+                # Weights under a name, or those of a sampler without one.
+                is_training = request.kind == "save_weights"
+                save = partial(self.live.client(model).save, optimizer=is_training)
+                if body.path is None:
+                    name = f"{model.session}:sample:{body.sampling_session_seq_id}"
+                    sampler = Sampler(
+                        name, model.session, self.store.write("samplers", name, save)
+                    )
+                    return _as_json(sampling_session_id=name, type=request.kind), sampler
+                folder = "weights" if is_training else "sampler_weights"
+                path = f"tinker://{model.id}/{folder}/{body.path}"
+                if (
+                    is_training
+                    and not body.overwrite
+                    and self.store.get("checkpoint", path) is not None
+                ):
+                    raise ValueError(f"{path} exists; overwrite=True replaces it")
+                # A file of its own for each request, as above.
+                name = f"{model.id}/{folder}/{body.path}.{request.seq}"
+                file = self.store.write("checkpoints", name, save)
+                kind = "training" if is_training else "sampler"
+                checkpoint = Checkpoint(path, model.id, kind, file, model.adapters)
+                written = self.store.folder / file
+                parts = (written, *written.rglob("*"))
+                checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
+                return _as_json(path=path, type=request.kind), checkpoint
         raise ValueError(
             f"this server knows no {request.kind}; another version has accepted it"
         )
@@ -322,34 +347,6 @@ class Worker:
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
         model.has_failed = False
-
-    def _keep(
-        self, request: TinkerRequest, model: Model, body: TinkerBody
-    ) -> tuple[bytes, Checkpoint | Sampler | None]:
-        """Saves weights under a name, or those of a sampler without one."""
-        is_training = request.kind == "save_weights"
-        save = partial(self.live.client(model).save, optimizer=is_training)
-        if body.path is None:
-            name = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            sampler = Sampler(name, model.session, self.store.write("samplers", name, save))
-            return _as_json(sampling_session_id=name, type=request.kind), sampler
-        folder = "weights" if is_training else "sampler_weights"
-        path = f"tinker://{model.id}/{folder}/{body.path}"
-        if (
-            is_training
-            and not body.overwrite
-            and self.store.get("checkpoint", path) is not None
-        ):
-            raise ValueError(f"{path} exists; overwrite=True replaces it")
-        # A file of its own for each request, as above.
-        name = f"{model.id}/{folder}/{body.path}.{request.seq}"
-        file = self.store.write("checkpoints", name, save)
-        kind = "training" if is_training else "sampler"
-        checkpoint = Checkpoint(path, model.id, kind, file, model.adapters)
-        written = self.store.folder / file
-        parts = (written, *written.rglob("*"))
-        checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
-        return _as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
         """Draws for requests of one sampler, for those with as many samples together."""
