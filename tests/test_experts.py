@@ -282,10 +282,9 @@ def meta_of(tokens, packed=False):
     if not packed:
         return attention.one_sequence_per_row(np.arange(tokens.shape[1]) >= (np.arange(len(tokens)) == 0)[:, None])
     half = tokens.shape[1] // 2
-    positions = np.tile(np.arange(half), 2)[None].repeat(len(tokens), 0)
-    return attention.AttentionMeta(
-        jnp.asarray(positions), 1 + jnp.arange(2 * half)[None].repeat(len(tokens), 0) // half
-    )
+    positions = np.tile(np.arange(half, dtype=np.int32), (len(tokens), 2))
+    segments = np.repeat(np.int32([1, 2]), half)[None].repeat(len(tokens), 0)
+    return attention.AttentionMeta(jnp.asarray(positions), jnp.asarray(segments))
 
 
 def dense_mixture(x, ids, weights, w, cfg, *_):
