@@ -1,11 +1,13 @@
 """As much of the Hugging Face hub as models and data sets ask for, on the loopback."""
 
 import contextlib
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -94,6 +96,35 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+# The libraries read the environment when they are imported; what they import before takes most of the time.
+FORKS = """
+import json, os, sys, traceback
+import aiohttp, dill, fsspec, multiprocess, pandas, pyarrow.dataset
+for line in sys.stdin:
+    code, environment, folder = json.loads(line)
+    if not (child := os.fork()):
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+        try:
+            exec(code, {"__name__": "__main__"})
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def forks() -> subprocess.Popen:
+    """A process that runs each piece of code in a child of its own; it ends with this one."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", FORKS], cwd=ROOT, **pipes)
+
+
 @contextlib.contextmanager
 def serving(handler: type[Hub], home: Path, head: str) -> Iterator:
     """run(code, **environment): what the code prints after `head`, in a process whose hub is this one and whose cache
@@ -107,10 +138,13 @@ def serving(handler: type[Hub], home: Path, head: str) -> Iterator:
     ours |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
     def run(code: str, **environment: str) -> str:
-        call = [sys.executable, "-c", f"{head}\n{code}"]
-        done = subprocess.run(call, cwd=ROOT, env=keep | ours | environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        with tempfile.TemporaryDirectory() as folder:
+            call = f"{head}\n{code}", keep | ours | environment, folder
+            print(json.dumps(call), file=forks().stdin, flush=True)
+            ended = int(forks().stdout.readline())
+            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        assert ended == 0, err
+        return out
 
     run.server = server
     yield run

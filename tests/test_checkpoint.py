@@ -22,6 +22,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics.best import Best
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import TrainState
+from tunix_lite.commands import program
 from tunix_lite.commands.train import next_command
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.settings.compose import compose
@@ -204,14 +205,16 @@ class Strikes(GRPO):
         return super().collect(*arguments)
 
 
-def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(disk):
-    """There is room for the checkpoint of step 2, and not for that of step 4."""
+def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(disk, monkeypatch, capfd):
+    """There is room for the checkpoint of step 2, and not for that of step 4. The command ends without the usual exit,
+    which would wait for the thread that still writes."""
     folder = disk / "run"
-    program = [sys.executable, Path(__file__).parents[1] / "run_training.py"]
-    done = subprocess.run([*program, *SHORT, f"hydra.run.dir={folder}"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if not line.startswith(("WARNING", "W0", "I0"))]
-    assert len(said) == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        program._or_exit(lambda: train(compose(SHORT), folder))
+    printed = capfd.readouterr()
+    said = [line for line in printed.err.splitlines() if not line.startswith(("WARNING", "W0", "I0"))]
+    assert end.value.code == 1 and len(said) == 1 and "Traceback" not in printed.out + printed.err, printed.err
     assert said[0] == (
         f"error: the disk is full: {folder}/checkpoints. The run ended after step 4; checkpoint 2 is whole: when the "
         f"disk can be written, the same command with hydra.run.dir={folder} goes on from it"

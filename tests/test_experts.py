@@ -2,9 +2,10 @@
 mesh; the order of a batch changes no bit of a row."""
 
 import importlib.util
+import itertools
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ CFG = Architecture(
     32, 2, 16, 4, 2, 8, 12, ("local", "global"), window=5, query_scale=8, activation="silu", experts=QWEN3
 )
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 6))
+WIDE = pytest.mark.wide
 
 
 def cfg_of(sizes: Experts) -> Architecture:
@@ -280,10 +282,9 @@ def meta_of(tokens, packed=False):
     if not packed:
         return attention.one_sequence_per_row(np.arange(tokens.shape[1]) >= (np.arange(len(tokens)) == 0)[:, None])
     half = tokens.shape[1] // 2
-    positions = np.tile(np.arange(half), 2)[None].repeat(len(tokens), 0)
-    return attention.AttentionMeta(
-        jnp.asarray(positions), 1 + jnp.arange(2 * half)[None].repeat(len(tokens), 0) // half
-    )
+    positions = np.tile(np.arange(half, dtype=np.int32), (len(tokens), 2))
+    segments = np.repeat(np.int32([1, 2]), half)[None].repeat(len(tokens), 0)
+    return attention.AttentionMeta(jnp.asarray(positions), jnp.asarray(segments))
 
 
 def dense_mixture(x, ids, weights, w, cfg, *_):
@@ -323,12 +324,9 @@ def exact(request):
         return cfg, params, [jax.tree.map(np.asarray, of(wide, meta=meta_of(TOKENS, p))) for p in (False, True)]
 
 
-WIDE = pytest.mark.wide
-
-
 @pytest.mark.parametrize(
     "mesh, parts",
-    [((2, 2), 1), ((2, 2), 2), *(pytest.param(mesh, 1, marks=WIDE) for mesh in ((1, 1), (4, 1), (1, 4)))],
+    [((2, 2), 2), *(pytest.param(mesh, 1, marks=WIDE) for mesh in ((1, 1), (2, 2), (4, 1), (1, 4)))],
 )
 def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact, mesh, parts):
     cfg, params, wanted = exact
@@ -357,7 +355,7 @@ def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact
         assert max(np.sqrt(np.divide(*one)) for one in squares) < 2e-6
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=WIDE), "gpt-oss"])
 def test_what_memory_holds_in_rows_without_a_pair_reaches_nothing(family, monkeypatch):
     """On a TPU the products begin in memory that nobody has filled: here it has zeros, or no numbers."""
     cfg, x = cfg_of(FAMILIES[family]), hidden()[0]
@@ -407,12 +405,12 @@ def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_
     np.testing.assert_array_equal(by_layer.ids, others)
 
 
-@pytest.fixture(scope="module", params=["int8", "nf4"])
-def adapted(request):
+@cache
+def adapted(base: str):
     """(cfg, lora, stored base, adapters, their loss and gradients over the dequantised base with each update added)."""
     set_mesh(1, 1)
     cfg = replace(CFG, num_layers=1, pattern=("global",))
-    lora = LoraConfig(rank=2, alpha=4.0, targets=".*/(q|expert_gate|expert_down)", base=request.param)
+    lora = LoraConfig(rank=2, alpha=4.0, targets=".*/(q|expert_gate|expert_down)", base=base)
     rng, table = np.random.default_rng(5), decoder.weights(cfg)
     params = random_params(cfg)
 
@@ -440,10 +438,14 @@ def adapted(request):
     return cfg, lora, base, adapters, jax.jit(jax.value_and_grad(by_hand))(adapters)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1)])
-def test_adapters_train_experts_over_a_quantised_base_on_every_mesh(adapted, mesh):
+PAIRS = itertools.product(("int8", "nf4"), ((1, 1), (2, 2), (4, 1)))
+IN_SHORT = ("int8", (2, 2)), ("nf4", (4, 1))
+
+
+@pytest.mark.parametrize("base, mesh", [pytest.param(*p, marks=() if p in IN_SHORT else WIDE) for p in PAIRS])
+def test_adapters_train_experts_over_a_quantised_base_on_every_mesh(base, mesh):
     """The base is dequantised, and adapters are added to it, for each expert; the base gets no gradient."""
-    cfg, lora, base, adapters, wanted = adapted
+    cfg, lora, base, adapters, wanted = adapted(base)
     set_mesh(*mesh)
     table = decoder.weights(cfg)
     base = on_mesh(stored_table(table, lora.base), base)

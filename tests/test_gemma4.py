@@ -43,16 +43,16 @@ from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 
-# Kinds L G L L G | L L G: the last three read layers 3 and 4, and those from 3 on stand outside of loops.
+# Kinds L G L G | L G: the last two read layers 2 and 3, and those from 2 on stand outside of loops.
 CFG = Architecture(
     vocab_size=48,
-    num_layers=8,
+    num_layers=6,
     embed_dim=16,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
     mlp_dim=24,
-    pattern=("local", "global", "local"),
+    pattern=("local", "global"),
     window=5,
     query_scale=1,
     norm_eps=1e-3,
@@ -63,7 +63,7 @@ CFG = Architecture(
     global_rope_share=0.25,
     keys_as_values=True,
     value_norm=True,
-    kv_readers=3,
+    kv_readers=2,
     wide_readers=True,
     per_layer_dim=6,
     layer_scalar=True,
@@ -205,12 +205,12 @@ def test_packed_is_alone_layer_after_layer_in_float32(params, alone, exact):
 
 # Own keys and values of layers that others read, of one that none reads, and what readers have.
 MOVED = {
-    "layers/local/k": 2,
-    "layers/local/v": 2,
-    "layers/local/k_norm": 2,
+    "layers/local/k": 1,
+    "layers/local/v": 1,
+    "layers/local/k_norm": 1,
     "layers/global/k": 1,
     "layers/global/q": 0,
-    "layers/local_reader/q": 1,
+    "layers/local_reader/q": 0,
     "layers/global_reader/down": 0,
     "per_layer/table": None,
     "per_layer/project": None,
@@ -349,7 +349,7 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     params = random_params(CFG)
     write_model(tmp_path, params, CFG, GEMMA4)
     others = [f"model.{part}.x.weight" for part in ("vision_tower", "embed_vision", "audio_tower")]
-    unread = [f"model.language_model.layers.6.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm")]
+    unread = [f"model.language_model.layers.4.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm")]
     if is_wrapped:
         publish(tmp_path, others + unread, model_type="gemma4", audio_config=None)
     cfg, family = read_config(tmp_path)
@@ -357,8 +357,8 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)
     # A layer that others read needs its keys.
     held = hf.read_tensors(tmp_path / hf.SINGLE)
-    hf.write_tensors(tmp_path / hf.SINGLE, {name: x for name, x in held.items() if "layers.3.self_attn.k" not in name})
-    with pytest.raises(ValueError, match=r"missing: model.layers.3.self_attn.k_proj.weight \[16, 16\]"):
+    hf.write_tensors(tmp_path / hf.SINGLE, {name: x for name, x in held.items() if "layers.2.self_attn.k" not in name})
+    with pytest.raises(ValueError, match=r"missing: model.layers.2.self_attn.k_proj.weight \[16, 16\]"):
         hf.check_weights(tmp_path, cfg, family)
 
 
@@ -366,7 +366,7 @@ def test_shapes_by_number_of_layer_are_shapes_by_kind(tmp_path):
     """transformers writes per_layer_config in place of global_head_dim and num_global_key_value_heads."""
     config = config_json(CFG, GEMMA4)
     own = {"head_dim": config.pop("global_head_dim"), "num_key_value_heads": config.pop("num_global_key_value_heads")}
-    for numbers in ("147", ("01", "04", "07")):
+    for numbers in ("135", ("01", "03", "05")):
         config["per_layer_config"] = dict.fromkeys(numbers, own)
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_config(tmp_path)[0] == CFG
@@ -388,16 +388,16 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
     "change, message",
     [
         ({"enable_moe_block": True}, "num_experts=None; it is a finite int"),
-        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: each of them needs a layer of its kind before them"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: each of them needs a layer of its kind before them"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"] * 4}, "layer_types: the last layer must be full_att"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types: the last layer must be full_att"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same for each layer with"),
         (
-            {"per_layer_config": {i: {"sliding_window": 16} for i in ("1", "4", "7")}},
+            {"per_layer_config": {i: {"sliding_window": 16} for i in "135"}},
             "per_layer_config.1: 'sliding_window' is not supported",
         ),
         ({"num_global_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_global_key_value_heads=3"),
-        ({"layer_types": [["full_attention"]] * 8}, "layer_types must hold 8 entries"),
+        ({"layer_types": [["full_attention"]] * 6}, "layer_types must hold 6 entries"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 5}},
             "rope_parameters.sliding_attention=5; it is an",
@@ -423,9 +423,9 @@ def test_adapters_go_to_the_modules_of_the_files_and_come_back(is_wrapped, tmp_p
     peft.save_adapters(adapters, CFG, GEMMA4, lora, tmp_path, "base", is_wrapped)
     tensors = hf.read_tensors(tmp_path / peft.TENSORS)
     within = "base_model.model.model." + ("language_model." if is_wrapped else "")
-    assert tensors[f"{within}layers.6.mlp.gate_proj.lora_B.weight"].shape == (48, 3)
+    assert tensors[f"{within}layers.4.mlp.gate_proj.lora_B.weight"].shape == (48, 3)
     assert tensors[f"{within}per_layer_model_projection.lora_B.weight"].shape == (48, 3)
-    assert f"{within}layers.6.self_attn.k_proj.lora_B.weight" not in tensors
+    assert f"{within}layers.4.self_attn.k_proj.lora_B.weight" not in tensors
     read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), CFG, GEMMA4)
     jax.tree.map(np.testing.assert_array_equal, peft.load_adapters(tmp_path, CFG, GEMMA4, read), adapters)
 
@@ -442,7 +442,7 @@ def test_dropout_reaches_an_adapter_that_no_layer_has():
     keys = jax.random.split(jax.random.key(0), 3)
     attached = attach(random_params(CFG), random_adapters(CFG, lora), lora, keys)
     assert attached["per_layer"]["project"].keys.shape == (3,)
-    assert attached["layers"]["local"]["q"].keys.shape == (3, 3)
+    assert attached["layers"]["local"]["q"].keys.shape == (2, 3)
 
 
 def test_scalars_of_a_base_in_codes_stay_exact_and_the_table_of_inputs_is_bfloat16():

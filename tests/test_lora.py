@@ -22,7 +22,7 @@ from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
 
-CFG = Architecture(64, 3, 64, 4, 2, 16, 128, pattern=("local", "global"), window=5, query_scale=16)
+CFG = Architecture(64, 2, 64, 4, 2, 16, 128, pattern=("global",), window=None, query_scale=16)
 LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
 
 
