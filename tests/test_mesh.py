@@ -21,8 +21,8 @@ from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_m
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 
-CFG = Architecture(64, 3, 64, 4, 1, 16, 128, pattern=("local", "global"), window=6, query_scale=16)
-STEPS = 3
+CFG = Architecture(64, 1, 64, 4, 1, 16, 128, pattern=("local",), window=6, query_scale=16)
+STEPS = 2
 
 
 class EvenTask:
@@ -44,7 +44,7 @@ class EvenTask:
 
 
 def run(fsdp: int, tp: int):
-    """Three GRPO updates on that mesh: tokens, metrics, final state."""
+    """Two GRPO updates on that mesh: tokens, metrics, final state."""
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, GenerationConfig(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params, set_mesh
-from model_checks import write_model
+from model_checks import check_sampled, sampled, write_model
 from safetensors.numpy import load_file, save_file
-from test_every_family import test_packed_is_alone_and_what_is_sampled_is_what_is_scored as check_family
 from test_every_family import tiny
 from test_tokenizer import byte_level, write
 
+from tunix_lite.basics.types import Batch
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import batch_scores
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, hf
 from tunix_lite.models.attention import AttentionMeta, attend
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
@@ -68,7 +71,7 @@ def test_a_sink_is_one_column_more_whose_value_is_nothing_and_has_its_gradient(T
 
     with jax.enable_x64(True):
         given = [jnp.asarray(x) for x in arrays]
-        mine, other = (jax.value_and_grad(fn, argnums=(0, 1, 2, 3))(*given) for fn in (ours, theirs))
+        mine, other = (jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3)))(*given) for fn in (ours, theirs))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), mine, other)
     assert np.abs(other[1][3]).min() > 1e-3
 
@@ -340,6 +343,13 @@ def test_a_turn_of_gpt_oss_ends_with_return_or_a_call_and_a_thought_ends_none(tm
 # ---- rows and slots
 
 
-# test_every_family.py has the other families and meshes.
-def test_packed_is_alone_and_what_is_sampled_is_what_is_scored():
-    check_family("gpt_oss_20b", (1, 1), [3], ["sequences"])
+# test_every_family.py (make wide) has the other families and meshes, and the gradient in packed rows.
+def test_what_is_sampled_is_what_is_scored_in_packed_rows():
+    cfg = replace(small("gpt_oss_20b"), num_layers=2)
+    params = random_params(cfg)
+    rollout = sampled(cfg, params, generations=1)
+    layout = RowLayout("sequences", 1, None, RowShape(40), 4)
+    batch = Batch(rollout.tokens, rollout.token_mask, np.float32(rollout.completion_mask))
+    rows, packed = layout.lay_out(batch)
+    scores = jax.jit(partial(batch_scores, cfg=cfg, temperature=1.0, dtype=jnp.float32))(params, rows)
+    check_sampled(rollout, packed.back(scores.logprobs))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import random_params
 from test_docs import EXAMPLE, ROOT, commands
+from test_train import TINY
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill
@@ -83,7 +84,7 @@ def test_pairs_are_learned_from_log_2_on(tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     overrides = ["algorithm=dpo", "training.max_steps=4", "optimizer.learning_rate=3e-3", "optimizer.schedule=linear"]
-    run = compose([*overrides, "training.micro_batch_size=2", *QUICK])
+    run = compose([*TINY, *overrides, "training.micro_batch_size=2", *QUICK])
     run = replace(run, task=replace(run.task, source=FileRows(str(file), str(file))))
     train(run, tmp_path / "run")
     rows = metrics_of(tmp_path / "run")

@@ -13,8 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 from test_docs import ROOT, SHELL, blocks, of_a_program, of_a_run, of_readme
+from test_train import SHORT
 
 from tunix_lite.api import GenerationConfig, make_mesh
+from tunix_lite.rewards.text import brevity
 from tunix_lite.settings.compose import compose, compose_values
 from tunix_lite.settings.config import plain
 from tunix_lite.train import train
@@ -61,22 +63,24 @@ def test_the_table_of_examples_names_them_all():
     assert files - {"README.md"} <= set(named)
 
 
-SMALL = ["training.prompts_per_step=4", "algorithm.num_generations=4", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
-SMALL += ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "generation.max_new_tokens=16"]
-SMALL += ["training.max_steps=2", "evaluation.num_examples=0", "tracking.tensorboard=false"]
+ALONE = ["training.max_steps=2", "evaluation.num_examples=0", "tracking.tensorboard=false"]
+ALONE += ["optimizer.learning_rate=4e-5", "task.rewards.correct.weight=0"]
 
 
 def test_the_loop_by_hand_makes_the_steps_of_a_run(tmp_path, capsys):
+    """With a tiny model, which is never right: here the reward is how short a completion is."""
     spec = importlib.util.spec_from_file_location("rl_loop", EXAMPLES / "rl_loop.py")
     by_hand = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(by_hand)
     by_hand.PROMPTS = by_hand.GENERATIONS = 4
-    by_hand.GENERATION = GenerationConfig(32, 16)
+    by_hand.GENERATION = GenerationConfig(32, 8)
+    run = compose([*SHORT, *ALONE])
+    by_hand.ModelConfig, by_hand.correct = lambda: run.model, brevity
     # one device, whose programs come from disk
     by_hand.make_mesh = lambda shape: make_mesh(((1, 1), shape[1]), jax.devices()[:1])
     by_hand.main(2)
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    train(compose(SMALL), tmp_path)
+    train(run, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == len(printed) == 2
     for row, words in zip(rows, printed):

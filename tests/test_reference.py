@@ -28,7 +28,7 @@ from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
 QUICK = [*SHORT, "evaluation.num_examples=0", "tracking.tensorboard=false", "tracking.samples_interval_steps=0",
-         "algorithm.kl_coef=0.1", "training.prompts_per_step=2", "optimizer.learning_rate=1e-2"]  # fmt: skip
+         "algorithm.kl_coef=0.1", "optimizer.learning_rate=1e-2"]  # fmt: skip
 LORA = ["model.lora.rank=2", "model.lora.alpha=4"]
 
 

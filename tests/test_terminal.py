@@ -1,45 +1,40 @@
 """The terminal: a line that is rewritten where one can be, plain lines elsewhere, and the same files either way; what a
 program says while it works."""
 
+import contextlib
 import fcntl
 import io
-import os
 import pty
 import re
-import select
 import struct
-import subprocess
 import sys
 import termios
+import time
 from types import SimpleNamespace
+
+import pytest
 
 from tunix_lite.rollout.requests import Request
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.tracking import progress
 from tunix_lite.tracking.console import Console, lines_of_sample
 
 
-def seen_on_terminal(*words: str, term: str = "xterm-256color") -> str:
-    """What a Python process writes to a terminal of 80 columns."""
+@contextlib.contextmanager
+def on_a_terminal(term: str = "xterm-256color"):
+    """Standard output and error are a terminal of 80 columns. The list has what was written there, afterwards."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
-    environment = os.environ | {"TERM": term, "JAX_PLATFORMS": "cpu"}
-    call = [sys.executable, *words]
-    run = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
-    os.close(theirs)
-    seen = b""
-    try:
-        while select.select([ours], [], [], 60)[0]:
-            try:
-                part = os.read(ours, 65536)
-            # The program has ended.
-            except OSError:
-                break
-            seen += part
-    finally:
-        run.kill()
-        run.wait()
-        os.close(ours)
-    return seen.decode()
+    seen = []
+    with pytest.MonkeyPatch.context() as patch, open(theirs, "w") as stream:
+        patch.setenv("TERM", term)
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        yield seen
+    with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:
+        while part := terminal.read(65536):  # an OSError at the end, as the other side is closed
+            seen.append(part.decode())
 
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
@@ -63,49 +58,37 @@ def test_a_sample_is_one_line_whatever_it_holds():
     assert lines_of_sample({"reward": "x"}, True) == ["  wrong  None  →  None  [no answer]"]
 
 
-BOARD = """
-import sys
-from pathlib import Path
-from tunix_lite.tracking.console import Console
-console = Console(Path(sys.argv[1]), max_steps=8)
-console.panel("title", [("mesh", "fsdp=1")])
-console.busy("compiling…")
-console.show(sys.argv[2])
-for step in range(1, 9):
-    console.show("updating")
-    metrics = {"reward/mean": step / 8, "train/kl": 0.1, "time/step": 1.0}
-    console.log(step, metrics | ({"eval/accuracy": 0.5} if step == 4 else {}))
-print("to standard error", file=sys.stderr)
-console.say("a hint", style="yellow"); console.say("a fact")
-console.close()
-"""
+def log_of_a_board(log, long: str = "") -> str:
+    """Shows eight steps on standard output; train.log without its clock."""
+    console = Console(log, max_steps=8)
+    console.panel("title", [("mesh", "fsdp=1")])
+    console.busy("compiling…")
+    console.show(long)
+    for step in range(1, 9):
+        console.show("updating")
+        metrics = {"reward/mean": step / 8, "train/kl": 0.1, "time/step": 1.0}
+        console.log(step, metrics | ({"eval/accuracy": 0.5} if step == 4 else {}))
+    console.say("a hint", style="yellow")
+    console.say("a fact")
+    console.close()
+    return re.sub(r"(?m)^\d\S* ", "", log.read_text())
 
 
-def on_a_terminal(tmp_path, term="xterm-256color", long="") -> tuple[str, str]:
-    """What reaches the terminal, and train.log without its clock."""
-    log = tmp_path / f"train-{term}-{len(long)}.log"
-    seen = seen_on_terminal("-c", BOARD, str(log), long, term=term)
-    return seen, re.sub(r"(?m)^\d\S* ", "", log.read_text())
-
-
-def test_a_terminal_has_a_line_that_is_rewritten_as_wide_as_it_is(tmp_path):
-    seen, log = on_a_terminal(tmp_path, long="x" * 100)
-    shown = [text.partition("\r")[0].strip() for text in seen.split("\r\x1b[2K")[1:]]
+def test_a_terminal_has_a_line_that_is_rewritten_as_wide_as_it_is_and_a_dumb_one_plain_lines(tmp_path):
+    with on_a_terminal() as seen:
+        log = log_of_a_board(tmp_path / "live.log", long="x" * 100)
+    shown = [text.partition("\r")[0].strip() for text in "".join(seen).split("\r\x1b[2K")[1:]]
     assert "step 0/8 0% | compiling…" in shown and "step 1/8 12% | updating" not in log
     assert max(map(len, (text for text in shown if "xxx" in text))) == 79, "it ends before the last of 80 columns"
-    assert "to standard error" in seen and "\x1b[33ma hint\x1b[0m" in seen
+    assert "\x1b[33ma hint\x1b[0m" in "".join(seen)
     assert "updating" not in shown[-1], "nothing of it stays"
 
-
-def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
-    dumb, log = on_a_terminal(tmp_path, term="dumb")
+    with on_a_terminal("dumb") as seen:
+        assert log_of_a_board(tmp_path / "dumb.log") == log, "the files are the same whatever the screen is"
+    dumb = "".join(seen)
     assert "\x1b" not in dumb
-    assert [line.split(" | ")[0] for line in dumb.splitlines() if line.startswith("step")] == [
-        f"step {n}/8 {n / 8:.0%}" for n in range(1, 9)
-    ]
-    # The files are the same whatever the screen is.
-    _, live = on_a_terminal(tmp_path)
-    assert live == log
+    steps = [line.split(" | ")[0] for line in dumb.splitlines() if line.startswith("step")]
+    assert steps == [f"step {n}/8 {n / 8:.0%}" for n in range(1, 9)]
 
 
 def test_quiet_prints_hints_and_results_only(tmp_path):
@@ -138,35 +121,36 @@ def test_the_time_left_is_by_the_completions_that_have_ended():
     assert progress.text(40.0) == "sampled 2 of 8 completions, 21 tokens/s, 18 s left"
 
 
-SCRIPT = """
-import sys, time
-from tunix_lite.tracking import progress
-progress.LINE_SECONDS, progress.LOOK_SECONDS = 0.3, 0.05
-count = [0]
-doing = lambda s: f"sampled {count[0]} of 9\\x1b[2J"
-with progress.Progress(progress.StandardError(), lambda s: "short", None, patience=60.0):
-    pass
-with progress.Progress(progress.StandardError(), doing, lambda s: "sampled 9 completions") as line:
-    for count[0] in range(10):
-        time.sleep(0.1)
-        if count[0] == 5:
-            with line.hidden():
-                print("a result", flush=True)
-"""
+def long_work(monkeypatch) -> None:
+    """Some work that says nothing, as it is short, and some of a second, which prints a result halfway."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.05)
+    count = [0]
+    with progress.Progress(progress.StandardError(), lambda s: "short", None, patience=60.0):
+        pass
+    doing = lambda s: f"sampled {count[0]} of 9\x1b[2J"  # noqa: E731
+    with progress.Progress(progress.StandardError(), doing, lambda s: "sampled 9 completions") as line:
+        for count[0] in range(10):
+            time.sleep(0.1)
+            if count[0] == 5:
+                with line.hidden():
+                    print("a result", flush=True)
 
 
-def test_a_pipe_gets_whole_lines_at_the_start_now_and_then_and_at_the_end():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=120)
-    err, lines = done.stderr, done.stderr.splitlines()
-    assert done.returncode == 0 and done.stdout == "a result\n", err
+def test_a_pipe_gets_whole_lines_at_the_start_now_and_then_and_at_the_end(monkeypatch, capsys):
+    long_work(monkeypatch)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "a result\n", err
     assert lines[0] == "sampled 0 of 9\\x1b[2J" and lines[-1] == "sampled 9 completions"
     assert 3 <= len(lines) <= 6 and all(re.fullmatch(r"sampled \d of 9.*", line) for line in lines[:-1])
     assert "\x1b" not in err and "\r" not in err and "short" not in err
 
 
-def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results():
-    seen = seen_on_terminal("-c", SCRIPT)
+def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results(monkeypatch):
+    with on_a_terminal() as seen:
+        long_work(monkeypatch)
+    seen = "".join(seen)
     assert len(re.findall(r"\r\x1b\[2Ksampled \d of 9", seen)) >= 8
     assert "\r\x1b[2Ka result\r\n" in seen and seen.endswith("\r\x1b[2Ksampled 9 completions\r\n")
     assert seen.count("\n") == 2 and "\x1b[2J" not in seen

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tunix_lite import __main__ as entry
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.tokenizer_training import END, SPECIAL, train_tokenizer
+from tunix_lite.runs.setup import prepare, startup_summary, write_fingerprint
 from tunix_lite.settings.compose import compose
-from tunix_lite.train import train
+from tunix_lite.tracking.rundir import RunDir
 
 STORIES = [f"Once upon a time there was a {pet} who had {i} balls. It was happy." for i in range(40)
            for pet in ("dog", "cat", "bird", "frog")]  # fmt: skip
@@ -88,10 +89,14 @@ def test_a_model_trains_with_the_tokenizer_of_its_task(tmp_path, monkeypatch, ca
     code, _, err = command(monkeypatch, capsys, *words)
     assert code == 2 and f"out: {folder} has a tokenizer; overwrite=true replaces it" in err
     model = ["model=random", "model.target_params=150K", f"model.tokenizer={folder}", "model.chat_template=chatml"]
-    more = ["training.max_steps=1", "training.prompts_per_step=2", "evaluation.num_examples=0", "algorithm=sft"]
+    more = ["training.prompts_per_step=2", "evaluation.num_examples=0", "algorithm=sft"]
     more += ["generation.max_prompt_length=40", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
-    run = tmp_path / "run"
-    train(compose([*words[:2], *model, *more]), run)
-    kept = json.loads((run / "model.json").read_text())["model"]
+    run_dir = RunDir(tmp_path / "run")
+    parts = prepare(compose([*words[:2], *model, *more]), run_dir)
+    run_dir.path.mkdir()
+    write_fingerprint(parts, run_dir)
+    kept = json.loads((run_dir.path / "model.json").read_text())["model"]
     assert kept["architecture"]["vocab_size"] == 384 and kept["tokenizer"] == str(folder)
-    assert "shape" in (run / "train.log").read_text()
+    assert "shape" in dict(startup_summary(parts, run_dir)[1])
+    tokens, *_ = parts.task.demonstrations(parts.task.batch(2, 0, 0))
+    assert tokens.max() < parts.model.tokenizer.num_tokens <= 384
