@@ -52,8 +52,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, most: int) -> Any:
-    """The value in a text of JSON. Raises ValueError, as the end of a sentence, also for more than
-    `most` lists and objects in one another."""
+    """The value in JSON. ValueError ends a sentence, also for lists too deep in one another."""
     try:
         value = json.loads(text)
     except ValueError as error:

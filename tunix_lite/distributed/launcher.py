@@ -39,13 +39,11 @@ _CAUSE_ENDS_WITHIN = 1.0
 # Lines of a failed process's output that are shown, and bytes of its end that are searched.
 _LAST_LINES = 20
 _LAST_BYTES = 1 << 16
-# The exit codes of wrong settings, which a restart would not help; after a stall, the one of
-# timeout(1); and after Ctrl-C, 128 + SIGINT.
+# The exit codes of wrong settings, of a stall (that of timeout(1)), and of Ctrl-C.
 _WRONG_SETTINGS = 2
 _STALLED = 124
 _INTERRUPTED = 130
-# Signals that are sent on to the processes, and exit codes of a process that one of them ended at
-# once, before it had anything to save.
+# Signals that are sent on, and the exit codes of a process that one of them ended at once.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
@@ -292,8 +290,7 @@ class _Attempt:
         return settings
 
     def watch(self) -> _Failure | None:
-        """Waits until all processes have ended; None: all succeeded, or stopped when they were
-        asked to. If one fails or stalls, ends the others."""
+        """Waits until all have ended; None: well, or as asked. Ends the others if one fails."""
         until = math.inf
         stalled = None
         told = 0

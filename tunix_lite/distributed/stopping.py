@@ -80,8 +80,7 @@ class Stopping:
         self._say = say
         self._grace = grace
 
-        # UPDATE or COMPILATION while it cannot be interrupted, and when the last one, as long as
-        # the longest update so far, will probably have ended.
+        # UPDATE or COMPILATION under way, and when it ends if it is as long as the longest so far.
         self._under_way: str | None = None
         self._likely_end = 0.0
         self._update_seconds = 0.0

@@ -47,8 +47,7 @@ _FAILS = "tokenizer.json fails"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
 _PRIVATE = range(0xF0000, 0xFFFFE)
-# No text can hold these, as they are drawn anew in every process. They stand around what spells a
-# special token in data and is only text (`as_data`).
+# Drawn anew, so that no text holds them: they stand around what `as_data` marks as text.
 _PREFIX = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
 _OPEN = f"{_PREFIX}{chr(_PRIVATE[256])}"
 _CLOSE = f"{_PREFIX}{chr(_PRIVATE[257])}"

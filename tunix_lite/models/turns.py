@@ -71,8 +71,7 @@ class TurnTokens:
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
 
-        # Tokenised behind a placeholder that no message holds, so that nothing is put before the
-        # text, as some tokenizers do at the beginning.
+        # Behind a placeholder that no message holds, so that no tokenizer puts anything before it.
         placeholder = PLACEHOLDER
         while any(placeholder in message["content"] for message in messages):
             placeholder += "s"

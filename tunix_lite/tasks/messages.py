@@ -32,8 +32,7 @@ class Message(NamedTuple):
 
 
 def conversation_of(example: Mapping) -> list[Message]:
-    """The messages in the field `messages`, or in `prompt`: a text, or a list of {role, content}.
-    Raises ValueError for anything else."""
+    """The messages in `messages`, or in `prompt`: a text, or a list. Raises ValueError."""
     present = [name for name in ("messages", "prompt") if name in example]
     if not present:
         raise ValueError(

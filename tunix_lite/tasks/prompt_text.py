@@ -288,8 +288,7 @@ class PromptText:
         return f"the chat template of {self.tokenizer.folder}"
 
     def check(self, example: dict, names: Sequence[str] = ()) -> None:
-        """Raises ValueError for keys and tools, of the prompt or of what is learned from these
-        fields, that the chat template does not read."""
+        """Raises ValueError for keys and tools, also in these fields, that no template reads."""
         messages = list(self.template.messages(example))
         for name in names:
             messages += self.completion(example, name)

@@ -26,7 +26,6 @@ from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
     conversation_metrics,
-    failed_replies,
     of_conversations,
     turn_rewards,
     won,
@@ -334,8 +333,7 @@ class Task:
 
     @property
     def fitting(self) -> Sequence[dict]:
-        """The training examples that are taken, all of those in memory, which are looked at once.
-        Batches, and the steps of an epoch, are of them."""
+        """The training examples that are taken; batches and epochs are of them. Looked at once."""
         train = self.config.source.train
         if not self.leaves_out:
             return train
@@ -531,8 +529,7 @@ class Task:
         )
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> "Grader":
-        """Grades the completions of `examples`, one of each, as they come. num_generations: of a
-        group, which stands side by side."""
+        """Grades completions of `examples` as they come; those of a group stand side by side."""
         return Grader(self, examples, num_generations)
 
     def grade(
@@ -619,7 +616,8 @@ class Grader:
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        replies = failed_replies(graded.rollout)
+        ended = () if rollout.conversations is None else rollout.conversations
+        replies = [turn.reply for one in ended for turn in one.turns if turn.reply.failure]
         first = self._first_failure(calls) or next((reply.message for reply in replies), "")
         total = len(self.examples)
         if graded.dropped.all():

@@ -205,8 +205,7 @@ class Checkpoints:
     def restore_params(
         self, like: Params, step: int | str | None = None
     ) -> tuple[int, Params]:
-        """Reads only the policy's parameters of a checkpoint: (its step, params). step: as of
-        chosen_step. Raises as `restore`."""
+        """(step, the policy's parameters). step: as of chosen_step. Raises as `restore`."""
         step = self.chosen_step(step)
         return step, policy_part(self._read(step, {"params": like}, is_part=True)["params"])
 
@@ -469,8 +468,7 @@ def _silence_orbax_errors() -> None:
 
     def show_others(unraisable: "sys.UnraisableHookArgs") -> None:
         trace = unraisable.exc_traceback
-        # After a read that failed, tensorstore calls tasks whose event loop is closed, and other
-        # parts of the read fail with nobody waiting for them.
+        # After a read that failed, tensorstore calls tasks of a closed loop; nobody waits for them.
         code = trace and trace.tb_frame.f_code
         is_of_read = code and (
             code.co_name == "call_soon_threadsafe" or "orbax" in code.co_filename

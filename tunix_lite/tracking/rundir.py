@@ -120,8 +120,7 @@ class RunDir:
         fresh.replace(file)
 
     def read_model(self) -> dict:
-        """The settings of the run's model and its seed. Raises ValueError if this is not the folder
-        of a run, or if model.json is damaged."""
+        """The settings of the run's model and its seed. ValueError: no run's folder, or damage."""
         file = self.path / self.MODEL
         if not file.is_file():
             text = f"{self.path} is not the folder of a run: "
@@ -142,8 +141,7 @@ class RunDir:
         return {"model": saved["model"], "seed": saved["seed"]}
 
     def evaluations(self, until: int) -> dict:
-        """The first and last evaluation in metrics.jsonl up to step `until`, as `eval` of
-        status.json has them; {} if there are none."""
+        """The first and last evaluation up to step `until`, as `eval` of status.json, or {}."""
         rows = (row for _, _, row in rows_until(self.metrics, until))
         scores = [one for one in map(scores_of, rows) if one]
         return {"first": scores[0], "last": scores[-1]} if scores else {}
@@ -166,8 +164,7 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict], name: str = "step") -> None:
-        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line. name:
-        `evaluation` for the completions of an evaluation."""
+        """Writes samples/step_000010.jsonl, a completion a line; name: step, or evaluation."""
         if self.is_first:
             folder = self.path / "samples"
             folder.mkdir(exist_ok=True)
