@@ -84,8 +84,7 @@ def _folder(name: str, patterns: tuple[str, ...], is_complete: Callable[[Path], 
         "ignore_patterns": list(_NEVER),
     }
 
-    # From the cache, without the network; else from the hub. A cache that an older version of the
-    # library filled does not record what is missing.
+    # From the cache, else from the hub. Older caches do not record what is missing.
     with contextlib.suppress(errors.LocalEntryNotFoundError):
         folder = Path(snapshot_download(**wanted, local_files_only=True))
         if is_complete(folder):

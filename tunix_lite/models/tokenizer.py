@@ -109,8 +109,7 @@ class Tokenizer:
                     f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an "
                     "object with a content"
                 )
-            # As transformers reads them: a flag that is not there is false, but `normalized` is
-            # true of a token that is not special.
+            # As in transformers: an absent flag is false, but for `normalized` of plain tokens.
             flags = {"normalized": not entry.get("special")} | entry
             flags = {name: bool(flags.get(name)) for name in FLAGS}
             there = known.get(entry["content"])
@@ -406,8 +405,7 @@ class Tokenizer:
         return [self.written_ids(text) if _OPEN in text else next(ids) for text in marked]
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
-        """The tokens from the end of the last turn of `earlier` to where the model continues
-        `later`, which begins with the same messages."""
+        """The tokens from the end of `earlier` to where the model continues `later`."""
 
         before = self.chat(earlier, False, **variables)
         full = self.chat(later, **variables)

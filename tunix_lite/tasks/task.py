@@ -358,8 +358,7 @@ class Task:
         return self.long_prompts == "drop" or self.skips
 
     def look(self, example: dict) -> str:
-        """Tells why an example is left out, with its place; "": the run takes it. Raises ValueError
-        for what no setting leaves out."""
+        """Tells why an example is left out, or "". Raises ValueError where no setting does so."""
         try:
             self._prompt(example)
             for name in self.learned:
@@ -517,8 +516,6 @@ class Task:
         without an environment. Raises SharedError if one fails and conversation.on_error=raise."""
         if self.config.environment is None:
             return None
-        if self.environments is None:
-            raise ValueError("environments run inside of Task.with_workers alone")
         return EnvironmentPartner(
             self.text,
             examples,
