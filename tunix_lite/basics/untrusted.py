@@ -117,8 +117,7 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
-    """Yields (line, is_whole) for each line, without its newline; of one longer than `most` bytes
-    the first `most`. Raises ValueError."""
+    """Yields (line, is_whole), without newlines; of a long line `most` bytes. ValueError."""
     with opened(file) as stream:
         while part := stream.readline(most + 1):
             is_whole = len(part) <= most or part.endswith(b"\n")

@@ -522,8 +522,7 @@ def read_until(ids: list[int], pad_id: int | None) -> list[int]:
 
 
 def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
-    """Marks these special tokens of data as plain text if `how` is text; leaves them if it is
-    control. Raises ValueError if it is error."""
+    """Marks these special tokens of data as text, leaves them (control), or raises ValueError."""
     if not spelled or how == "control":
         return text
     if how == "text":

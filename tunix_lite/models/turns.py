@@ -31,8 +31,8 @@ class TurnTokens:
 
     def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a message, or messages."""
-        asked = self.tokenizer.quoted(messages, self.special_tokens_in_data)
-        return self.tokenizer.prompt(asked, **self.variables)
+        quoted = self.tokenizer.quoted(messages, self.special_tokens_in_data)
+        return self.tokenizer.prompt(quoted, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one of the

@@ -36,8 +36,7 @@ class EnvironmentPartner:
         processes: Processes,
         max_prompt_length: int,
     ):
-        """examples: of each row. Resets the environments, and waits for them. Raises SharedError if
-        one fails and conversation.on_error=raise."""
+        """examples: of each row. Resets the environments and waits. SharedError: one fails."""
         self.max_turns = settings.max_turns
         self.max_turn_tokens = settings.max_turn_tokens
         self._text = text

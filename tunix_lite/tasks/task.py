@@ -404,8 +404,7 @@ class Task:
 
     @shared_errors()
     def prompts(self, examples: list[dict]) -> Prompts:
-        """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
-        its beginning, or is a ValueError naming it."""
+        """The token ids of each prompt; a longer one loses its beginning, or is a ValueError."""
         return [self._prompt(example) for example in examples]
 
     def _prompt(self, example: dict) -> list[int]:

@@ -90,8 +90,7 @@ class RunDir:
                 ) from error
 
     def point_latest_here(self) -> None:
-        """Points the link outputs/latest here, if this folder is below one that is named outputs: a
-        run does so after its first checkpoint."""
+        """Points the link outputs/latest here, if this folder is below one named outputs."""
         # The run may have been given outputs/latest itself as its folder.
         whole = self.path.resolve()
         outputs = next((parent for parent in whole.parents if parent.name == "outputs"), None)
@@ -258,8 +257,7 @@ class Status:
             self.eval["last"] = scores
 
     def write(self, word: str, **more: Any) -> None:
-        """Writes status.json. word: running, completed, stopped, failed or interrupted. more:
-        further entries, such as error="...". Raises OSError."""
+        """Writes status.json, also with `more`. word: how it runs, or ended. Raises OSError."""
         if self.stopped:
             more["stopped"] = self.stopped
         if self.early_stopping:
