@@ -196,8 +196,7 @@ class Stopping:
         return self.may_stop and self._signal_name is not None
 
     def check_between_chunks(self) -> None:
-        """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
-        Call it equally often on all processes."""
+        """Raises StopRun, at the same chunk on all, if one is to. All call it equally often."""
         if not self.may_stop:
             return
         if jax.process_count() == 1:

@@ -151,8 +151,7 @@ class RunDir:
         return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
-        """Writes skipped/step_000010.npz: the batch of an update that was not finite, its fields by
-        name, [B, T] each. Returns the file."""
+        """Writes skipped/step_000010.npz, the batch of an update that was not finite. Its file."""
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
