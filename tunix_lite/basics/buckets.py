@@ -171,8 +171,7 @@ def bring(
 
 
 def send(place: Path, since: float = 0.0) -> None:
-    """Takes the files of a place that were written since this time to its bucket. Raises ValueError
-    if the store cannot be reached."""
+    """Takes files of a place that were written since to its bucket. ValueError: it is away."""
     with explained(place):
         fs, root = store_of(place)
         files = [place] if place.is_file() else sorted(place.rglob("*"))

@@ -36,8 +36,7 @@ def import_named(path: str) -> Any:
         raise ValueError(
             f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
         )
-    # Only a module that Python has nowhere else: a folder of somebody else cannot stand in for an
-    # optional package that is not installed.
+    # Only a module that Python has nowhere else: no folder stands in for an absent package.
     here = Path.cwd()
     top = module.partition(".")[0]
     is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()

@@ -115,8 +115,7 @@ class TokenScores(NamedTuple):
     is_likeliest: jax.Array | None = None
     # learner.routing.ExpertSums of the forward pass, not [R, W]; None: a model without experts
     experts: Any = None
-    # what the critic expects before each of these tokens, in units of the reward, with a gradient;
-    # None: there is no critic
+    # the critic's values, in units of the reward and with a gradient; None: there is no critic
     values: jax.Array | None = None
     # nats from the teacher, with its gradient by the policy: the policy draws from (1/2, 1/2), the
     # teacher from (1/4, 3/4) -> reverse KL 0.144; None: there is no teacher
@@ -142,8 +141,7 @@ class TurnReply:
     goes on after these tokens.
     """
 
-    # tokens between this turn and the next one, with the markers of the template; [] where the
-    # conversation is over
+    # tokens from this turn to the next one, with the template's markers; [] at the end
     tokens: list[int] = field(default_factory=list)
     # True if the environment has ended the conversation
     done: bool = False
@@ -179,11 +177,9 @@ class Conversation:
     """
 
     turns: list[SampledTurn]
-    # done: the environment ended it; tokens, turns: there was no room for more; failed: the
-    # environment failed
+    # done, failed: the environment ended or failed; tokens, turns: there was no more room
     ended: str
-    # the text that the model read first, where the environment began with its own; None: the prompt
-    # of the task
+    # the environment's own first text, if it has one; None: the prompt of the task
     opening: str | None = None
 
     @property
@@ -225,8 +221,7 @@ class Rollout:
     versions: Any = None
     # [B, T] int16 for conversations: the turn that sampled a token, from 1; 0 on all other tokens
     turn_ids: Any = None
-    # [B] array of `Conversation`; None where completions are single turns. What an environment
-    # answers is in token_mask, and not in completion_mask
+    # [B] array of `Conversation`, whose answers are in token_mask alone; None: single turns
     conversations: Any = None
     # [B, T, L * k] uint8 or uint16, the experts of each token (models/routes.py); None: a model
     # without experts, or rollout.replay_routes=false
@@ -234,8 +229,7 @@ class Rollout:
 
     @property
     def finished(self):
-        """[B] bool: it ended by itself, before its length ran out. The sampler says so, not the
-        last token."""
+        """[B] bool: it ended before its length ran out, as the sampler says."""
         return self.finish > 0
 
 

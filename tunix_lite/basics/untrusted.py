@@ -52,8 +52,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, most: int) -> Any:
-    """The value in a text of JSON. Raises ValueError, as the end of a sentence, also for more than
-    `most` lists and objects in one another."""
+    """The value in JSON. ValueError ends a sentence, also for lists too deep in one another."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -118,8 +117,7 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]]:
-    """Yields (line, is_whole) for each line, without its newline; of one longer than `most` bytes
-    the first `most`. Raises ValueError."""
+    """Yields (line, is_whole), without newlines; of a long line `most` bytes. ValueError."""
     with opened(file) as stream:
         while part := stream.readline(most + 1):
             is_whole = len(part) <= most or part.endswith(b"\n")

@@ -49,8 +49,7 @@ def folder_key(words: list[str]) -> str:
 
 
 def on_this_machine(arguments: list[str]) -> list[str]:
-    """A command line with the place on this machine of a run in a bucket. Raises ValueError for
-    other addresses, and for sweeps in a bucket."""
+    """A command line with the place of a run in a bucket. Raises ValueError for a sweep there."""
     folder = folder_given(arguments)
     key = folder_key(arguments)
     if folder is None or not is_address(folder):

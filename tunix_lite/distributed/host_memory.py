@@ -96,8 +96,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def give_back_freed_memory() -> bool:
-    """Gives Linux the memory that was freed, if glibc keeps more than _MOST_UNUSED of it. Returns
-    whether it did. Call it between the phases of a step."""
+    """Gives Linux the memory that was freed, if glibc keeps too much. Returns whether it did."""
     libc = ctypes.CDLL(None)
     mallinfo2 = getattr(libc, "mallinfo2", None)
     # Other C libraries, and glibc before 2.33, have no such report.

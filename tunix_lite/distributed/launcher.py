@@ -39,13 +39,11 @@ _CAUSE_ENDS_WITHIN = 1.0
 # Lines of a failed process's output that are shown, and bytes of its end that are searched.
 _LAST_LINES = 20
 _LAST_BYTES = 1 << 16
-# The exit codes of wrong settings, which a restart would not help; after a stall, the one of
-# timeout(1); and after Ctrl-C, 128 + SIGINT.
+# The exit codes of wrong settings, of a stall (that of timeout(1)), and of Ctrl-C.
 _WRONG_SETTINGS = 2
 _STALLED = 124
 _INTERRUPTED = 130
-# Signals that are sent on to the processes, and exit codes of a process that one of them ended at
-# once, before it had anything to save.
+# Signals that are sent on, and the exit codes of a process that one of them ended at once.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
@@ -287,37 +285,36 @@ class _Attempt:
         return settings
 
     def watch(self) -> _Failure | None:
-        """Waits until all processes have ended; None: all succeeded, or stopped when they were
-        asked to. If one fails or stalls, ends the others."""
+        """Waits until all have ended; None: well, or as asked. Ends the others if one fails."""
         until = math.inf
         stalled = None
-        told = 0
+        sent = 0
         while (left := self._running()) and time.monotonic() < until:
             # The first signal is sent on, once: two would cut a save off. The second ends all.
             if len(self._signals) > 1:
                 break
-            if self._signals and not told:
-                told = self._signals[0]
+            if self._signals and not sent:
+                sent = self._signals[0]
                 until = math.inf
                 for process in self.processes:
-                    process.send_signal(told)
+                    process.send_signal(sent)
             failed = self._failed()
             if not failed and (stalled := self._stalled()):
                 break
-            if failed and not (told or all(process.is_victim() for process in failed)):
+            if failed and not (sent or all(process.is_victim() for process in failed)):
                 break
             # While all that failed only report a lost peer, that one is probably about to end here.
             if failed and until == math.inf:
-                until = time.monotonic() + (GRACE if told else _CAUSE_ENDS_WITHIN)
+                until = time.monotonic() + (GRACE if sent else _CAUSE_ENDS_WITHIN)
             time.sleep(POLL)
 
         # A process that the signal ended at once takes others with it: they lost a peer.
         failed = self._failed()
-        early = [process for process in failed if told and process.returncode in _BY_SIGNAL]
+        early = [process for process in failed if sent and process.returncode in _BY_SIGNAL]
         guilty = [p for p in failed if p not in early and not (early and p.is_victim())]
         failure = stalled or _blamed(guilty)
         began = time.monotonic()
-        is_stopped = told and stalled is None
+        is_stopped = sent and stalled is None
         self.end(0.0 if is_stopped else GRACE)
         end = ""
         if is_stopped and left and len(self._signals) == 1:
@@ -328,7 +325,7 @@ class _Attempt:
             end = f"\nthe others were ended in {time.monotonic() - began:.1f} s"
         if failure is not None:
             return _Failure(failure.text and failure.text + end, failure.code)
-        if not (told and (left or failed)):
+        if not (sent and (left or failed)):
             return None
         number = self._signals[-1]
         return _Failure(f"stopped by {signal.Signals(number).name}{end}", 128 + number)
@@ -417,8 +414,7 @@ class _Process(subprocess.Popen):
         logs: Path,
         beats: Path,
     ):
-        """Starts it. index: among the processes of this machine; 0 has the screen. logs, beats:
-        folders of logs and heartbeats. Raises OSError."""
+        """Starts it. index: among the processes here; 0 has the screen. Raises OSError."""
         self.index = index
         self.rank = int(environment["RANK"])
         # when we saw that it had ended

@@ -80,8 +80,7 @@ class Stopping:
         self._say = say
         self._grace = grace
 
-        # UPDATE or COMPILATION while it cannot be interrupted, and when the last one, as long as
-        # the longest update so far, will probably have ended.
+        # UPDATE or COMPILATION under way, and when it ends if it is as long as the longest so far.
         self._under_way: str | None = None
         self._likely_end = 0.0
         self._update_seconds = 0.0
@@ -197,8 +196,7 @@ class Stopping:
         return self.may_stop and self._signal_name is not None
 
     def check_between_chunks(self) -> None:
-        """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
-        Call it equally often on all processes."""
+        """Raises StopRun, at the same chunk on all, if one is to. All call it equally often."""
         if not self.may_stop:
             return
         if jax.process_count() == 1:

@@ -182,23 +182,16 @@ class Experts:
     Example: Experts(count=128, per_token=8, mlp_dim=768) for Qwen 3 30B-A3B.
     """
 
+    # conf/model/gemma4_26b_a4b.yaml explains each setting
     count: int  # experts of a layer
-    # Experts that compute a token, at most count.
     per_token: int
     mlp_dim: int  # hidden width of one expert
-    # true divides the weights of a token's experts by their sum.
     normalised: bool = True
-    # true takes the softmax over the chosen logits. false takes it over all of them.
     softmax_after: bool = False
-    # Hidden width of the expert that computes every token, times a gate. 0 has none.
     shared_dim: int = 0
-    # true has a dense feed-forward beside the experts, and norms around both (Gemma 4).
     beside_dense: bool = False
-    # true norms what the router reads, and has a factor for each expert (Gemma 4).
     router_norm: bool = False
-    # true adds biases to the router and to the products of the experts (gpt-oss).
     biases: bool = False
-    # gpt-oss: values before the activation are kept between -x and x. null does not limit them.
     limit: float | None = None
 
     def __post_init__(self):

@@ -74,8 +74,7 @@ class ChatTemplate:
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     def with_variables(self, variables: dict) -> "ChatTemplate":
-        """The template with defaults for its variables, such as enable_thinking. Raises ValueError
-        for a name that the template does not read."""
+        """The template with defaults for its variables. ValueError: a name that is not read."""
         try:
             names = json.loads(confined.ask(names_read, self.text))
         except confined.Refused as error:

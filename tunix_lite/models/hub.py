@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tunix_lite.basics.plain_text import reason_of
@@ -77,21 +78,16 @@ def _folder(name: str, patterns: tuple[str, ...], is_complete: Callable[[Path], 
             f"{name} is a model of the Hugging Face hub: pip install -e '.[hub]'"
         ) from None
     repo, revision = match.groups()
-    wanted = {
-        "repo_id": repo,
-        "revision": revision,
-        "allow_patterns": list(patterns),
-        "ignore_patterns": list(_NEVER),
-    }
+    kinds = {"allow_patterns": list(patterns), "ignore_patterns": list(_NEVER)}
+    download = partial(snapshot_download, repo, revision=revision, **kinds)
 
-    # From the cache, without the network; else from the hub. A cache that an older version of the
-    # library filled does not record what is missing.
+    # From the cache, else from the hub. Older caches do not record what is missing.
     with contextlib.suppress(errors.LocalEntryNotFoundError):
-        folder = Path(snapshot_download(**wanted, local_files_only=True))
+        folder = Path(download(local_files_only=True))
         if is_complete(folder):
             return folder
     try:
-        return Path(snapshot_download(**wanted))
+        return Path(download())
     except (errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         raise ValueError(_explain(error, repo, revision)) from None
 

@@ -47,8 +47,7 @@ _FAILS = "tokenizer.json fails"
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
 _PRIVATE = range(0xF0000, 0xFFFFE)
-# No text can hold these, as they are drawn anew in every process. They stand around what spells a
-# special token in data and is only text (`as_data`).
+# Drawn anew, so that no text holds them: they stand around what `as_data` marks as text.
 _PREFIX = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
 _OPEN = f"{_PREFIX}{chr(_PRIVATE[256])}"
 _CLOSE = f"{_PREFIX}{chr(_PRIVATE[257])}"
@@ -110,8 +109,7 @@ class Tokenizer:
                     f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an "
                     "object with a content"
                 )
-            # As transformers reads them: a flag that is not there is false, but `normalized` is
-            # true of a token that is not special.
+            # As in transformers: an absent flag is false, but for `normalized` of plain tokens.
             flags = {"normalized": not entry.get("special")} | entry
             flags = {name: bool(flags.get(name)) for name in FLAGS}
             there = known.get(entry["content"])
@@ -407,8 +405,7 @@ class Tokenizer:
         return [self.written_ids(text) if _OPEN in text else next(ids) for text in marked]
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
-        """The tokens from the end of the last turn of `earlier` to where the model continues
-        `later`, which begins with the same messages."""
+        """The tokens from the end of `earlier` to where the model continues `later`."""
 
         before = self.chat(earlier, False, **variables)
         full = self.chat(later, **variables)
@@ -525,8 +522,7 @@ def read_until(ids: list[int], pad_id: int | None) -> list[int]:
 
 
 def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
-    """Marks these special tokens of data as plain text if `how` is text; leaves them if it is
-    control. Raises ValueError if it is error."""
+    """Marks these special tokens of data as text, leaves them (control), or raises ValueError."""
     if not spelled or how == "control":
         return text
     if how == "text":

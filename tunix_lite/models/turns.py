@@ -31,8 +31,8 @@ class TurnTokens:
 
     def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a message, or messages."""
-        asked = self.tokenizer.quoted(messages, self.special_tokens_in_data)
-        return self.tokenizer.prompt(asked, **self.variables)
+        quoted = self.tokenizer.quoted(messages, self.special_tokens_in_data)
+        return self.tokenizer.prompt(quoted, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one of the
@@ -71,8 +71,7 @@ class TurnTokens:
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
 
-        # Tokenised behind a placeholder that no message holds, so that nothing is put before the
-        # text, as some tokenizers do at the beginning.
+        # Behind a placeholder that no message holds, so that no tokenizer puts anything before it.
         placeholder = PLACEHOLDER
         while any(placeholder in message["content"] for message in messages):
             placeholder += "s"

@@ -184,8 +184,7 @@ def with_reward_models(
 def model_scores(
     evaluated: Evaluated, references: Sequence[str] | None
 ) -> dict[str, np.ndarray]:
-    """The scores of a model by name, [E] float64 each: one number an example, nan where a reward
-    failed. references: of Task.references."""
+    """The scores of a model by name, [E] float64 each; nan where a reward failed."""
     # Of the greedy completions; truncated is 1 where one ran out of length.
     greedy = evaluated.greedy
     rollout = greedy.rollout

@@ -72,8 +72,7 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
 
 
 def _batches_of(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch, `size` sequences at a time. The last part is filled up with sequences of the first
-    that do not count, so that all parts have one shape."""
+    """The batch, `size` sequences at a time; copies that do not count fill the last part."""
     count = len(batch.tokens)
     for begin in range(0, count, size):
         places = np.arange(begin, begin + size)

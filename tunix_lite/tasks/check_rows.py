@@ -1,6 +1,6 @@
 """The check of all rows before a run starts: each must make a prompt, and must not be too long."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tunix_lite.tasks.hub_rows import is_hub
@@ -44,7 +44,8 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
             for rows in (train, held_out)
             if isinstance(rows, Rows) and rows.skipped
         )
-        if both := _count(hashes_then, hashes):
+        shared = {*hashes_then}.intersection(hashes)
+        if both := sum(prompt in shared for prompt in hashes_then):
             said.append(f"{both:,} of the held-out prompts are training prompts, too")
         if (different := len({*hashes})) < len(hashes):
             said.append(f"different prompts to train on: {different:,}")
@@ -71,13 +72,9 @@ def held_out_in_training(task: Task) -> int | None:
     if not isinstance(train, list | tuple) or not isinstance(held_out, list | tuple):
         return None
     hash_of = task.config.template.hash
-    return _count(list(map(hash_of, held_out)), map(hash_of, train))
-
-
-def _count(hashes: list[int], among: Iterable[int]) -> int:
-    """Counts the hashes that are in `among`."""
-    both = {*hashes}.intersection(among)
-    return sum(prompt in both for prompt in hashes)
+    hashes = list(map(hash_of, held_out))
+    shared = {*hashes}.intersection(map(hash_of, train))
+    return sum(prompt in shared for prompt in hashes)
 
 
 def _hashes(task: Task, examples: Sequence[dict]) -> list[int]:

@@ -36,8 +36,7 @@ class EnvironmentPartner:
         processes: Processes,
         max_prompt_length: int,
     ):
-        """examples: of each row. Resets the environments, and waits for them. Raises SharedError if
-        one fails and conversation.on_error=raise."""
+        """examples: of each row. Resets the environments and waits. SharedError: one fails."""
         self.max_turns = settings.max_turns
         self.max_turn_tokens = settings.max_turn_tokens
         self._text = text
@@ -178,8 +177,7 @@ class EnvironmentPartner:
 def prompt_of(
     text: PromptText, example: dict, observation: str | list[dict], most: int
 ) -> list[int]:
-    """The tokens with which an environment begins, after the task's system message. Raises
-    ValueError for more than `most` of them."""
+    """The tokens with which an environment begins. ValueError for more than `most` of them."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     if text.template.system is not None and observation[0]["role"] != "system":
@@ -239,14 +237,6 @@ def won(rollout: Rollout) -> np.ndarray | None:
             says_so |= "won" in turn.reply.info
             won_B[row] |= bool(turn.reply.info.get("won"))
     return won_B if says_so else None
-
-
-def failed_replies(rollout: Rollout) -> list[TurnReply]:
-    """The replies of environments that failed, in the order of rows."""
-    if rollout.conversations is None:
-        return []
-    replies = [turn.reply for one in rollout.conversations for turn in one.turns]
-    return [reply for reply in replies if reply.failure]
 
 
 def conversation_metrics(rollout: Rollout) -> Metrics:

@@ -19,8 +19,7 @@ class _SolutionTemplate(PromptTemplate):
     """A prompt template for texts `question` and `answer`, which ends in `####` and a number."""
 
     def check(self, row: dict) -> dict:
-        """The row with the number as `answer` and the whole solution as `completion`. Raises
-        ValueError for a row that has none."""
+        """The row with its number as `answer`, the solution as `completion`. Raises ValueError."""
         for name in ("question", "answer"):
             if not isinstance(row.get(name), str):
                 raise ValueError(

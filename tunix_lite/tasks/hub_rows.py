@@ -75,8 +75,7 @@ def pinned(name: str, default_split: str) -> str:
 
 
 def rows_of_hub(name: str, is_streamed: bool) -> Iterator[tuple[int, dict]]:
-    """The rows of a pinned name, with their numbers from 1. is_streamed: over the network as they
-    are read; else from the cache. Raises ValueError."""
+    """The rows of a pinned name, numbered from 1, streamed or of the cache. ValueError."""
     if not is_streamed:
         yield from enumerate(table_of_hub(name), start=1)
         return

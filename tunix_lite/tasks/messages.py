@@ -32,8 +32,7 @@ class Message(NamedTuple):
 
 
 def conversation_of(example: Mapping) -> list[Message]:
-    """The messages in the field `messages`, or in `prompt`: a text, or a list of {role, content}.
-    Raises ValueError for anything else."""
+    """The messages in `messages`, or in `prompt`: a text, or a list. Raises ValueError."""
     present = [name for name in ("messages", "prompt") if name in example]
     if not present:
         raise ValueError(
@@ -69,18 +68,13 @@ def messages_in(name: str, turns: object) -> list[Message]:
                 f"`{name}` holds {shortened(turn)}; a message has a role ({', '.join(ROLES)}) and "
                 "a content, which is text"
             )
-        calls = more.get("tool_calls", [])
-        if not isinstance(calls, list | tuple):
-            raise ValueError(
-                f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls"
-            )
         try:
-            read = [with_read_arguments(call) for call in calls]
-        except ValueError as error:
+            if "tool_calls" in more:
+                more["tool_calls"] = [with_read_arguments(call) for call in more["tool_calls"]]
+        # TypeError: it is no list
+        except (TypeError, ValueError) as error:
             why = f"`{name}` has tool_calls that cannot be read: {error}"
             raise ValueError(why) from error
-        if "tool_calls" in more:
-            more["tool_calls"] = read
         messages.append(Message(role, content, more=more or None))
     return messages
 

@@ -39,8 +39,7 @@ class Processes:
     own_rows: Callable[[int], np.ndarray] | None = None
 
     def exchange(self, value: object, error: str | None, stops: bool = False) -> list:
-        """The values of all processes, JSON each. Raises on all of them SharedError if one has an
-        error, and StopRun if one is to stop."""
+        """The values of all, JSON each. Raises, on all, SharedError for an error, or StopRun."""
         everyone = self.share([value, error, stops])
         if self.stopping is not None:
             self.stopping.stop_if(any(stops for *_, stops in everyone))

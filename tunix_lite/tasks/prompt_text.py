@@ -139,11 +139,13 @@ class PromptText:
     def prompt(self, example: dict) -> list[int]:
         """The tokens of the prompt. Raises ValueError, with the place, if there are none."""
         with self._naming(example):
-            asked = self._asked(example)
+            messages = self._asked(example)
             # a model without a chat template takes plain text
-            if len(asked) == 1 and asked[0].keys() == {"role", "content"}:
-                asked = asked[0]["content"] if asked[0]["role"] == "user" else asked
-            row = self.tokenizer.prompt(asked, **self.variables_of(example))
+            first = messages[0]
+            is_text = len(messages) == 1 and first.keys() == {"role", "content"}
+            if is_text and first["role"] == "user":
+                messages = first["content"]
+            row = self.tokenizer.prompt(messages, **self.variables_of(example))
         if not row:
             raise ValueError(
                 f"{self.place(example)}the prompt of the example {shortened(example)} has no "
@@ -288,8 +290,7 @@ class PromptText:
         return f"the chat template of {self.tokenizer.folder}"
 
     def check(self, example: dict, names: Sequence[str] = ()) -> None:
-        """Raises ValueError for keys and tools, of the prompt or of what is learned from these
-        fields, that the chat template does not read."""
+        """Raises ValueError for keys and tools, also in these fields, that no template reads."""
         messages = list(self.template.messages(example))
         for name in names:
             messages += self.completion(example, name)

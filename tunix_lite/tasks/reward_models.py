@@ -71,8 +71,7 @@ class RewardScorer:
         scorer: Callable[[Batch], np.ndarray],
         num_rows: int,
     ) -> "RewardScorer":
-        """The scorer of a reward model. text: of the task. Raises ValueError for normalize=true
-        without the numbers in config.json."""
+        """The scorer of a reward model. text: of the task. ValueError: config.json has no mean."""
         config = small_object(model.folder, "config.json")
         # of a larger model, its text part
         config = config.get("text_config") or config

@@ -26,7 +26,6 @@ from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
     conversation_metrics,
-    failed_replies,
     of_conversations,
     turn_rewards,
     won,
@@ -333,8 +332,7 @@ class Task:
 
     @property
     def fitting(self) -> Sequence[dict]:
-        """The training examples that are taken, all of those in memory, which are looked at once.
-        Batches, and the steps of an epoch, are of them."""
+        """The training examples that are taken; batches and epochs are of them. Looked at once."""
         train = self.config.source.train
         if not self.leaves_out:
             return train
@@ -365,8 +363,7 @@ class Task:
         return f"or set generation.long_prompts={others}"
 
     def look(self, example: dict) -> str:
-        """Tells why an example is left out, with its place; "": the run takes it. Raises ValueError
-        for what no setting leaves out."""
+        """Tells why an example is left out, or "". Raises ValueError where no setting does so."""
         try:
             self._prompt(example)
             for name in self.learned:
@@ -412,8 +409,7 @@ class Task:
 
     @shared_errors()
     def prompts(self, examples: list[dict]) -> Prompts:
-        """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
-        its beginning, or is a ValueError naming it."""
+        """The token ids of each prompt; a longer one loses its beginning, or is a ValueError."""
         return [self._prompt(example) for example in examples]
 
     def _prompt(self, example: dict) -> list[int]:
@@ -524,8 +520,6 @@ class Task:
         without an environment. Raises SharedError if one fails and conversation.on_error=raise."""
         if self.config.environment is None:
             return None
-        if self.environments is None:
-            raise ValueError("environments run inside of Task.with_workers alone")
         return EnvironmentPartner(
             self.text,
             examples,
@@ -536,8 +530,7 @@ class Task:
         )
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> "Grader":
-        """Grades the completions of `examples`, one of each, as they come. num_generations: of a
-        group, which stands side by side."""
+        """Grades completions of `examples` as they come; those of a group stand side by side."""
         return Grader(self, examples, num_generations)
 
     def grade(
@@ -624,7 +617,8 @@ class Grader:
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        replies = failed_replies(graded.rollout)
+        ended = () if rollout.conversations is None else rollout.conversations
+        replies = [turn.reply for one in ended for turn in one.turns if turn.reply.failure]
         first = self._first_failure(calls) or next((reply.message for reply in replies), "")
         total = len(self.examples)
         if graded.dropped.all():

@@ -125,8 +125,7 @@ class TokenFiles:
         return [folder / f"{i:06d}" for i in range(len(self.parts))]
 
     def texts(self, limit: int | None) -> Iterator[str]:
-        """Texts of documents, `limit` or a few more of them, as many of each part; None: all. Of a
-        file that is one document, its lines."""
+        """Texts of documents, or lines of a text file: about `limit`, of each part; None: all."""
         each = None if limit is None else -(-limit // max(1, len(self.parts)))
         for part in self.parts:
             yield from (text for _, text, _ in islice(self._documents(part), each))
@@ -196,8 +195,7 @@ class TokenFiles:
                 ) from error
 
     def _documents(self, part: _Part) -> Iterator[tuple[str, str, bool]]:
-        """(place, text, whether it ends there) of the documents of a part that are not blank, or of
-        the lines of its only one. Raises ValueError."""
+        """(place, text, whether it ends there) of documents, or of a text file's lines."""
         file, _, begin, end = part
         is_text = file.endswith(".txt")
         if is_text or file.endswith(".jsonl"):

@@ -105,8 +105,7 @@ class Checkpoints:
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
-        """Adds digests and files of ours, before orbax renames the folder: on process 0, in a
-        thread."""
+        """Adds digests and files of ours before orbax renames the folder, in a thread."""
         self._check_there()
         about, in_flight = self._saving
         bucket = held_bucket(self.folder)
@@ -205,14 +204,12 @@ class Checkpoints:
     def restore_params(
         self, like: Params, step: int | str | None = None
     ) -> tuple[int, Params]:
-        """Reads only the policy's parameters of a checkpoint: (its step, params). step: as of
-        chosen_step. Raises as `restore`."""
+        """(step, the policy's parameters). step: as of chosen_step. Raises as `restore`."""
         step = self.chosen_step(step)
         return step, policy_part(self._read(step, {"params": like}, is_part=True)["params"])
 
     def chosen_step(self, step: int | str | None) -> int:
-        """This step; None: the newest; best: that of the best checkpoint, by status.json. Raises
-        ValueError if there is no such checkpoint."""
+        """This step; None: the newest; best: by status.json. ValueError: there is none."""
         steps = self.steps()
         if step == BEST and steps:
             status = self.folder.parent / "status.json"
@@ -344,8 +341,7 @@ class Checkpoints:
         """Raises OSError if the folder is gone, or if the last save has failed by now."""
         self._check_there()
         if self._opened is not None and not self._opened.is_saving_in_progress():
-            # Not orbax's check_for_errors: it would take the error away from orbax's own thread,
-            # which would then delete old checkpoints.
+            # orbax's check_for_errors would take the error from its thread, which deletes old ones.
             self.wait()
 
     def _check_there(self) -> None:
@@ -469,8 +465,7 @@ def _silence_orbax_errors() -> None:
 
     def show_others(unraisable: "sys.UnraisableHookArgs") -> None:
         trace = unraisable.exc_traceback
-        # After a read that failed, tensorstore calls tasks whose event loop is closed, and other
-        # parts of the read fail with nobody waiting for them.
+        # After a read that failed, tensorstore calls tasks of a closed loop; nobody waits for them.
         code = trace and trace.tb_frame.f_code
         is_of_read = code and (
             code.co_name == "call_soon_threadsafe" or "orbax" in code.co_filename

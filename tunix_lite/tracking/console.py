@@ -16,8 +16,7 @@ from tunix_lite.basics.plain_text import SHOWN, visible
 from tunix_lite.basics.types import Metrics
 from tunix_lite.tracking.rows import is_number
 
-# Parts of the names of metrics that are the run's own. All others are of a user's observers, which
-# may not take one of these.
+# Parts of the names of the run's own metrics, which a user's observers may not take.
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
 OUR_PARTS += ("critic", "prompts", "rollout", "experts", "sampler", "time", "perf", "memory")
 # The numbers of a step's line: the name, and how it is written.
@@ -108,8 +107,7 @@ class Console:
             self.say(line)
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints one line. style: one of red, green, yellow and bold green; tracking.console=quiet
-        prints only lines with one: hints, errors and results."""
+        """Prints one line, perhaps in a colour; tracking.console=quiet prints no other lines."""
         self._print(text, style, is_loud=bool(style))
         self._write(text)
 

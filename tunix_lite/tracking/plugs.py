@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -68,7 +69,7 @@ class Wandb(_Plug):
     entity: str | None = None
     mode: str | None = None
 
-    def __call__(self, run: TrackedRun) -> "_WandbRun":
+    def __call__(self, run: TrackedRun) -> Tracker:
         # An extra of the package: nobody needs it who does not name it.
         import wandb
 
@@ -83,37 +84,23 @@ class Wandb(_Plug):
             config=run.settings,
         )
         run.keep_id("wandb", opened.id)
-        return _WandbRun(wandb, opened)
-
-
-@dataclass(frozen=True)
-class _WandbRun:
-    """A `Tracker` over a run of wandb."""
-
-    # the module, with `Table`; and what its `init` returned
-    module: Any
-    opened: Any
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self.opened.log(dict(metrics), step=step)
-
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """Sends the completions of a step as a table. Texts are cut."""
         columns = ["prompt", "completion", "expected", "extracted", "correct", "reward"]
         columns += ["rewards", "advantage"]
-        cells = [
-            [
-                value
-                if isinstance(value := json_value(row.get(name)), float | int | None)
-                else visible(str(value)[:_MOST_TEXT])
-                for name in columns
-            ]
-            for row in rows
-        ]
-        self.opened.log({"samples": self.module.Table(columns=columns, data=cells)}, step=step)
 
-    def close(self) -> None:
-        self.opened.finish()
+        def cell(value: object) -> float | int | str | None:
+            plain = json_value(value)
+            is_plain = isinstance(plain, float | int | None)
+            return plain if is_plain else visible(str(plain)[:_MOST_TEXT])
+
+        def log_samples(step: int, rows: list[dict]) -> None:
+            cells = [[cell(row.get(name)) for name in columns] for row in rows]
+            table = wandb.Table(columns=columns, data=cells)
+            opened.log({"samples": table}, step=step)
+
+        def log(step: int, metrics: Metrics) -> None:
+            opened.log(dict(metrics), step=step)
+
+        return SimpleNamespace(log=log, log_samples=log_samples, close=opened.finish)
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class Mlflow(_Plug):
     experiment: str | None = None
     tracking_uri: str | None = None
 
-    def __call__(self, run: TrackedRun) -> "_MlflowRun":
+    def __call__(self, run: TrackedRun) -> Tracker:
         import mlflow
 
         if self.tracking_uri is not None:
@@ -144,25 +131,16 @@ class Mlflow(_Plug):
             # the server refuses more in one request
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(texts[begin : begin + _PARAMETERS_AT_ONCE]))
-        return _MlflowRun(mlflow)
 
+        def log(step: int, metrics: Metrics) -> None:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            mlflow.log_metrics(numbers, step=step)
 
-@dataclass(frozen=True)
-class _MlflowRun:
-    """A `Tracker` over the active run of MLflow."""
+        def log_samples(step: int, rows: list[dict]) -> None:
+            # an artifact, with a completion a line
+            mlflow.log_text(json_lines(rows), f"samples/step_{step:06d}.jsonl")
 
-    module: Any
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self.module.log_metrics(numbers, step=step)
-
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """Sends the completions of a step as an artifact, one a line."""
-        self.module.log_text(json_lines(rows), f"samples/step_{step:06d}.jsonl")
-
-    def close(self) -> None:
-        self.module.end_run()
+        return SimpleNamespace(log=log, log_samples=log_samples, close=mlflow.end_run)
 
 
 class Guarded:

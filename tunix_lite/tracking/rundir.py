@@ -90,8 +90,7 @@ class RunDir:
                 ) from error
 
     def point_latest_here(self) -> None:
-        """Points the link outputs/latest here, if this folder is below one that is named outputs: a
-        run does so after its first checkpoint."""
+        """Points the link outputs/latest here, if this folder is below one named outputs."""
         # The run may have been given outputs/latest itself as its folder.
         whole = self.path.resolve()
         outputs = next((parent for parent in whole.parents if parent.name == "outputs"), None)
@@ -120,8 +119,7 @@ class RunDir:
         fresh.replace(file)
 
     def read_model(self) -> dict:
-        """The settings of the run's model and its seed. Raises ValueError if this is not the folder
-        of a run, or if model.json is damaged."""
+        """The settings of the run's model and its seed. ValueError: no run's folder, or damage."""
         file = self.path / self.MODEL
         if not file.is_file():
             text = f"{self.path} is not the folder of a run: "
@@ -142,8 +140,7 @@ class RunDir:
         return {"model": saved["model"], "seed": saved["seed"]}
 
     def evaluations(self, until: int) -> dict:
-        """The first and last evaluation in metrics.jsonl up to step `until`, as `eval` of
-        status.json has them; {} if there are none."""
+        """The first and last evaluation up to step `until`, as `eval` of status.json, or {}."""
         rows = (row for _, _, row in rows_until(self.metrics, until))
         scores = [one for one in map(scores_of, rows) if one]
         return {"first": scores[0], "last": scores[-1]} if scores else {}
@@ -154,8 +151,7 @@ class RunDir:
         return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
-        """Writes skipped/step_000010.npz: the batch of an update that was not finite, its fields by
-        name, [B, T] each. Returns the file."""
+        """Writes skipped/step_000010.npz, the batch of an update that was not finite. Its file."""
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
@@ -166,8 +162,7 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict], name: str = "step") -> None:
-        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line. name:
-        `evaluation` for the completions of an evaluation."""
+        """Writes samples/step_000010.jsonl, a completion a line; name: step, or evaluation."""
         if self.is_first:
             folder = self.path / "samples"
             folder.mkdir(exist_ok=True)
@@ -261,8 +256,7 @@ class Status:
             self.eval["last"] = scores
 
     def write(self, word: str, **more: Any) -> None:
-        """Writes status.json. word: running, completed, stopped, failed or interrupted. more:
-        further entries, such as error="...". Raises OSError."""
+        """Writes status.json, also with `more`. word: how it runs, or ended. Raises OSError."""
         if self.stopped:
             more["stopped"] = self.stopped
         if self.early_stopping:
