@@ -93,7 +93,10 @@ class InFlight:
         return cls(completions, int(arrays["next_step"]))
 
 
-def _routes(arrays: dict[str, np.ndarray], lengths: np.ndarray) -> list[np.ndarray | None]:
+def _routes(
+    arrays: dict[str, np.ndarray],
+    lengths: np.ndarray,
+) -> list[np.ndarray | None]:
     """The routes of each completion; None where none are recorded. Raises ValueError."""
     if not arrays.keys() & _OF_ROUTES:
         return [None] * lengths.size
