@@ -266,7 +266,7 @@ FITS = replace(SPLASH, attn_softcap=None)
 
 def test_auto_takes_the_one_made_for_the_platform():
     assert choose("auto", FITS, "cpu", jnp.float32, 100, True) == ("xla", "the one for cpu")
-    assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "the one made for tpu")
+    assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "the one for tpu")
     assert choose("splash", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "as training.attention says")
     assert choose("xla", FITS, "tpu", jnp.float32, 256, False) == ("xla", "as training.attention says")
 

@@ -1,6 +1,7 @@
 """What a program communicates is read from its text: which axis, how many bytes, how often."""
 
 import importlib.util
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,10 @@ def test_a_gather_in_a_loop_counts_once_per_turn():
     gathered, reduced = LAYERS * EMBED * MLP // 2 * 4, LAYERS * ROWS // 2 * EMBED * 4
     assert (gathers.kind, gathers.axis, gathers.count, gathers.total_bytes) == ("all-gather", "fsdp", 3, gathered)
     assert (gathers.sent_bytes, sums.sent_bytes) == (gathered // 2, reduced)
-    assert sent_bytes(found[0], 16) == found[0].total_bytes * (30 if found[0].kind == "all-reduce" else 15) // 16
+    assert (
+        sent_bytes(replace(found[0], group_size=16))
+        == found[0].total_bytes * (30 if found[0].kind == "all-reduce" else 15) // 16
+    )
 
 
 def test_a_loop_that_the_data_ends_counts_as_one_turn_and_says_so():
@@ -140,7 +144,7 @@ def test_what_starts_and_is_done_later_counts_once(start, kind, shapes, num_byte
     )
     (found,) = collectives(text, MESH)
     assert (found.kind, found.axis, found.count, found.shapes) == (kind, "fsdp", 1, shapes)
-    assert (found.num_bytes, found.source) == (num_bytes, "dot")
+    assert found.num_bytes == num_bytes
 
 
 ADD = """%add (x: f32[], y: f32[]) -> f32[] {
@@ -212,7 +216,6 @@ def test_a_fusion_that_keeps_a_slice_of_a_sum_is_a_reduce_scatter():
     )
     (found,) = collectives(snippet("%p = f32[8]{0} parameter(0)", fusion, computations=f"{ADD}\n{scatter}"), MESH)
     assert summary([found]) == {("reduce-scatter", "fsdp", 1, 32)}
-    assert found.source == "dw"
     plain = f"{ADD}\nENTRY %main (a: f32[8]) -> f32[4] {{\n  %a = f32[8]{{0}} parameter(0)\n{lines}"
     assert summary(collectives(plain, MESH)) == {("all-reduce", "fsdp", 1, 32)}
 

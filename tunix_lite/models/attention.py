@@ -532,21 +532,16 @@ def choose(
     setting: `training.attention`. Raises ValueError if the one asked for cannot do it,
     CannotCompile if only this machine cannot.
     """
-    name = NATIVE.get(platform) if setting == "auto" else setting
-    if name is None:
-        return "xla", f"the one for {platform}"
+    is_auto = setting == "auto"
+    name = NATIVE.get(platform, "xla") if is_auto else setting
     why = None
     if name != "xla":
         why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
-    if setting != "auto":
-        if why is not None:
-            raise type(why)(f"attention={setting}: {why}; use auto or xla")
-        return setting, "as training.attention says"
-    return (
-        (name, f"the one made for {platform}")
-        if why is None
-        else ("xla", f"not {name}: {why}")
-    )
+    if why is not None and is_auto:
+        return "xla", f"not {name}: {why}"
+    if why is not None:
+        raise type(why)(f"attention={setting}: {why}; use auto or xla")
+    return name, f"the one for {platform}" if is_auto else "as training.attention says"
 
 
 def obstacle(

@@ -288,14 +288,14 @@ def forward(
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg), routed
 
 
-def split(leaf: jax.Array, count: int) -> list[jax.Array]:
+def _split(leaf: jax.Array, count: int) -> list[jax.Array]:
     """The layers of a leaf [count, ...]."""
     # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
     return [x.squeeze(0) for x in jax.lax.split(leaf, [1] * count)]
 
 
 def by_layer(
-    layers: Params, cfg: Architecture, parts: Callable[[Any, int], Sequence[Any]] = split
+    layers: Params, cfg: Architecture, parts: Callable[[Any, int], Sequence[Any]] = _split
 ) -> list[Params]:
     """What each layer has of a tree of the layers. parts: of a leaf, for so many layers."""
     of_stacks = {}

@@ -424,17 +424,12 @@ def read_config(
     named_family = next(
         (f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None
     )
-    if named_family is None and family is not None:
-        raise ValueError(
-            f"{file}: model_type is {shown(kind)}; the family {family.name} has "
-            f"{family.model_type!r}"
-        )
     if named_family is None:
         supported = ", ".join(str(f.model_type) for f in known)
-        raise ValueError(
-            f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model "
-            "says how to add)"
-        )
+        right = f"supported is {supported} (docs/extend/model says how to add)"
+        if family is not None:
+            right = f"the family {family.name} has {family.model_type!r}"
+        raise ValueError(f"{file}: model_type is {shown(kind)}; {right}")
 
     # What it gives of a token, by the class in transformers.
     names = str(hf.get("architectures"))

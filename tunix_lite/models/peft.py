@@ -279,7 +279,10 @@ def _as_peft(family: Family) -> Family:
     return family
 
 
-def _shapes(adapted: dict[str, list[hf.TensorPart]], rank: int) -> dict[str, tuple[int, int]]:
+def _shapes(
+    adapted: dict[str, list[hf.TensorPart]],
+    rank: int,
+) -> dict[str, tuple[int, int]]:
     """The shapes of adapters of this rank, by the names of `_side`."""
     shapes = {}
     for name, parts in adapted.items():

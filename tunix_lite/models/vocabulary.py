@@ -174,7 +174,10 @@ def with_gradients(
         # By part, so that tp adds up once, behind the loop.
         zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
-        def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+        def one_block(
+            total: jax.Array,
+            block: tuple,
+        ) -> tuple[jax.Array, jax.Array | None]:
             # Block by block: no device ever holds the whole table.
             used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
             slope = slope_of(block_products(hidden_BMD, used_PSD), block)

@@ -17,7 +17,6 @@ from tunix_lite.parallel.hlo import (
     array_bytes,
     called,
     count_turns,
-    op_name,
     parse,
     tuple_types,
 )
@@ -42,7 +41,6 @@ class _Collective:
     num_bytes: int
     shapes: str  # "bf16[1152,6912]"; several, if one collective carries several arrays
     in_loop: bool
-    source: str  # the operation it comes from, as far as the text says
     group_size: int  # devices that take part together
     # False: it is in a loop whose turns cannot be read (counted as one turn), or in a branch
     # (counted as taken)
@@ -109,9 +107,9 @@ def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     return sorted(totals, key=lambda total: -total.total_bytes)
 
 
-def sent_bytes(c: _Collective, axis_size: int | None = None) -> int:
+def sent_bytes(c: _Collective) -> int:
     """Bytes that one device sends, all runs together, if the devices form a ring."""
-    n = axis_size or c.group_size
+    n = c.group_size
     # In parts of the buffer, which has n of them.
     parts = {"all-reduce": 2 * (n - 1), "collective-permute": n}
     return c.total_bytes * parts.get(c.kind, n - 1) // n
@@ -129,7 +127,6 @@ class CallSite:
     count_known: bool = True
     in_loop: bool = False
     fused: bool = False
-    source: str = ""  # the operation that the call comes from
     # ids of the split collectives that this loop body (branch, entry) has shown already
     chains: set[str] = field(default_factory=set)
 
@@ -140,9 +137,7 @@ def callees_of(
     """Lists the computations that an instruction of `caller` runs, each with the facts about the
     call."""
     callees = called(instruction)
-    site = replace(
-        site, fused=instruction.op == "fusion", source=op_name(instruction) or site.source
-    )
+    site = replace(site, fused=instruction.op == "fusion")
     if not site.fused:
         site = replace(
             site,
@@ -191,10 +186,6 @@ def _read_collective(
         type_ = " ".join(computation.instructions[name].type for name in instruction.operands)
     arrays = ARRAY.findall(type_)
 
-    # Without jit(main) and the loops around it, which the reader knows.
-    names = (op_name(instruction) or site.source).split("/")
-    inner = names[1:] if len(names) > 1 else names
-    source = "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
     return _Collective(
         kind=kind,
         axis=axis,
@@ -202,7 +193,6 @@ def _read_collective(
         num_bytes=sum(array_bytes(bits, dims) for _, bits, dims in arrays),
         shapes=", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays),
         in_loop=site.in_loop,
-        source=source,
         group_size=size,
         count_known=site.count_known,
     )
