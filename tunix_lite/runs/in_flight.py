@@ -4,7 +4,7 @@ cache is kept."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -93,16 +93,8 @@ class InFlight:
 
 
 # the arrays of every rollout
-_OF_ROLLOUT = (
-    "tokens",
-    "token_mask",
-    "completion_mask",
-    "logprobs",
-    "full_logprobs",
-    "versions",
-    "finish",
-    "seconds",
-)
+_OF_ROLLOUT = {field.name for field in fields(Rollout)}
+_OF_ROLLOUT -= {"metrics", "conversations", "turn_ids", "routes"}
 
 
 @dataclass(frozen=True)
