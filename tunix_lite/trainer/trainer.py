@@ -257,11 +257,10 @@ class TrainingClient(Weights):
             sums.append(grads if not sums else add_gradients(sums.pop(), grads))
             return metrics
 
-        # the sum of this call is added when all of it is there
-        sums: list[Params] = []
+        # the sum is taken when all of this call is in it
+        sums = [] if self._grads is None else [self._grads]
         output = self._over_parts(data, loss_of_tokens, run)
-        grads = sums.pop()
-        self._grads = grads if self._grads is None else add_gradients(self._grads, grads)
+        self._grads = sums.pop()
         self._loss += output.loss
         return output
 
