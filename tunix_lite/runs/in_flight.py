@@ -18,6 +18,8 @@ _OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
 # of completions that have begun, where routes are recorded: tokens of the prompt, and the routes of
 # prompt and tokens one after the other
 _OF_ROUTES = {"read", "routes"}
+# None: it has not ended
+_REASONS = (*FINISH, None)
 _OF_TOKENS = {
     "tokens": np.int32,
     "versions": np.int32,
@@ -40,10 +42,7 @@ class InFlight:
         columns = {
             "next_step": np.int32(self.next_step),
             "lengths": [len(one.tokens) for one in self.completions],
-            "reasons": [
-                -1 if one.reason is None else FINISH.index(one.reason)
-                for one in self.completions
-            ],
+            "reasons": [_REASONS.index(one.reason) for one in self.completions],
         }
         for name in ("step", "prompt", "generation"):
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
@@ -83,7 +82,7 @@ class InFlight:
                 step=int(arrays["steps"][i]),
                 prompt=int(arrays["prompts"][i]),
                 generation=int(arrays["generations"][i]),
-                reason=None if reason < 0 else FINISH[reason],
+                reason=_REASONS[reason],
                 **{name: tuple(values[name][i].tolist()) for name in _OF_TOKENS},
                 **routes[i],
             )
