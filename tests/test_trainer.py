@@ -112,10 +112,10 @@ def test_rows_have_few_shapes_and_lose_no_token():
     data = [Datum([7] * n, [8] * n) for n in rng.integers(1, 200, 300)]
     with jax.set_mesh(jax.sharding.get_mesh()):
         parts = list(parts_of_data(data, 1, 200))
-    assert sorted(i for part in parts for i in part.indices) == list(range(300))
-    shapes = {part.rows.tokens.shape for part in parts}
+    assert sorted(i for indices, _ in parts for i in indices) == list(range(300))
+    shapes = {rows.tokens.shape for _, rows in parts}
     assert {width for _, width in shapes} == {16, 32, 64, 128, 200} and len(shapes) <= 10
-    assert sum(int(part.rows.token_mask.sum()) for part in parts) == sum(len(datum.tokens) for datum in data)
+    assert sum(int(rows.token_mask.sum()) for _, rows in parts) == sum(len(datum.tokens) for datum in data)
 
 
 # ---- gradients and updates

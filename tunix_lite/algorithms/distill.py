@@ -35,7 +35,7 @@ from tunix_lite.algorithms.algorithm import (
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.basics.errors import check_numbers
+from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.basics.types import (
     Batch,
     Graded,
@@ -70,13 +70,11 @@ class Distill:
     def __post_init__(self):
         check_numbers(self, "teacher_coef", lambda x: x > 0, "must be above 0")
         check_numbers(self, "reward_coef", lambda x: x >= 0, "must not be negative")
+        check_choices(self, {"divergence": DIVERGENCES})
         check_numbers(self, "num_generations", lambda x: x >= 1, "must be at least 1")
         problems = {
             "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER": (
                 self.teacher is None
-            ),
-            f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}": (
-                self.divergence not in DIVERGENCES
             ),
             f"mix={self.mix} changes nothing with divergence={self.divergence}; it belongs to "
             "divergence=jensen_shannon": (

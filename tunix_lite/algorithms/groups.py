@@ -90,19 +90,28 @@ class Groups:
 
     def advantages_of_turns(self, function: Advantages) -> np.ndarray:
         """[B, T]: the advantage of each turn of a conversation at its tokens."""
-        # What is in the rewards beside those of the environment belongs to the last turn: the
-        # rewards of the turns then sum to the reward of the conversation.
-        totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
-        rewards = [
-            [*of_turns[:-1], of_turns[-1] + (total - sum(of_turns))]
-            for of_turns, total in zip(self.graded.turn_rewards, totals_B)
-        ]
+        rewards = [[reward for _, reward in parts] for parts in self.reward_parts]
         of_rows = turn_advantages(function, self.turn_discount, rewards, self.kept_PG)
         advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
         for row, conversation in enumerate(self.rollout.conversations):
             for turn, value in zip(conversation.turns, of_rows[row]):
                 advantages_BT[row, turn.begin : turn.end] = value
         return advantages_BT
+
+    @property
+    def reward_parts(self) -> list[list[tuple[int, float]]]:
+        """The rewards in each completion, and the columns at which they are given: one at its end,
+        or one at the end of each turn. Those of a dropped one sum to 0."""
+        totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
+        if self.turn_discount is None:
+            return [[(self.rollout.tokens.shape[1], total)] for total in totals_B]
+        parts = []
+        for row, total in enumerate(totals_B):
+            ends = [turn.end for turn in self.rollout.conversations[row].turns]
+            *first, last = rewards = self.graded.turn_rewards[row]
+            # What is in the reward beside those of the environment belongs to the last turn.
+            parts.append(list(zip(ends, [*first, last + (total - sum(rewards))])))
+        return parts
 
     @property
     def whole(self) -> WholeBatch:

@@ -12,7 +12,7 @@ import numpy as np
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
 from tunix_lite.algorithms.algorithm import refuse, takes
-from tunix_lite.basics.errors import check_numbers
+from tunix_lite.basics.errors import check_choices, check_numbers
 
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
@@ -76,9 +76,8 @@ class Objective:
     advantage_clip: float | None = None
     weighting: Callable = weighting.per_token  # completion mask [B, T] -> loss weights [B, T]
     ratio: Callable = ratios.token_ratio
-    surrogate: Callable = (
-        surrogates.clip
-    )  # what is maximised per token (algorithms/surrogates.py)
+    # what is maximised per token (algorithms/surrogates.py)
+    surrogate: Callable = surrogates.clip
     # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
     clip_low: float | None = 0.2
     # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
@@ -100,6 +99,7 @@ class Objective:
         others = "clip_low clip_high kl_coef entropy_coef off_policy_delta"
         check_numbers(self, others, lambda x: x >= 0, "must not be negative")
         check_numbers(self, "advantage_clip", lambda x: x > 0, "must be above 0")
+        check_choices(self, CHOICES)
         # What may be wrong with others, and with several together.
         surrogate = _name_of(self.surrogate)
         has_no_ratio = function_of(self.ratio) is ratios.no_ratio
@@ -115,10 +115,6 @@ class Objective:
             if name in ABOVE and value is not None:
                 problem = f"surrogate.{name}={value} must be above {ABOVE[name]:g}"
                 problems[problem] = value <= ABOVE[name]
-        for name, choices in CHOICES.items():
-            listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-            problem = f"{name}={getattr(self, name)!r}; it is {listed}"
-            problems[problem] = getattr(self, name) not in choices
         problems |= {
             f"mini_batches={self.mini_batches} must divide {updates}: every update learns from the "
             "next mini-batch, and each is learned from equally often": (

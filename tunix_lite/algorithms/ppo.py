@@ -151,13 +151,8 @@ class PPO:
             }
         if self.whiten:
             advantages_BT = whitened(advantages_BT, counts_BT)
-        batch = batch.replace(
-            advantages=advantages_BT.astype(np.float32),
-            streams={
-                name: values.astype(np.float32)
-                for name, values in zip(STREAMS, (returns_BT, values_BT))
-            },
-        )
+        streams = dict(zip(STREAMS, np.float32([returns_BT, values_BT])))
+        batch = batch.replace(advantages=advantages_BT.astype(np.float32), streams=streams)
         return batch, metrics, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
@@ -185,17 +180,10 @@ def token_rewards(groups: Groups, steps_BT: np.ndarray) -> np.ndarray:
     """The rewards of completions at the last of their steps, [B, T] float64; with
     conversation.credit=turn or discount, what the environment gave for a turn at its last step."""
     rewards_BT = np.zeros(steps_BT.shape)
-    totals_B = np.nan_to_num(groups.rewards_PG).reshape(-1)
-    for row, rest in enumerate(totals_B):
+    for row, parts in enumerate(groups.reward_parts):
         columns = np.flatnonzero(steps_BT[row])
-        if not len(columns):
-            continue
-        if groups.turn_discount is not None:
-            turns = groups.rollout.conversations[row].turns
-            for turn, reward in zip(turns, groups.graded.turn_rewards[row]):
-                # of a turn without any step, the step before it
-                place = max(np.searchsorted(columns, turn.end) - 1, 0)
-                rewards_BT[row, columns[place]] += reward
-                rest -= reward
-        rewards_BT[row, columns[-1]] += rest
+        for end, reward in parts if len(columns) else ():
+            # of a turn without any step, the step before it
+            place = max(np.searchsorted(columns, end) - 1, 0)
+            rewards_BT[row, columns[place]] += reward
     return rewards_BT

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -83,3 +83,13 @@ def check_numbers(
         value = getattr(settings, name, None)
         if value is not None and not is_right(value):
             raise ValueError(f"{name}={value} {rule}")
+
+
+def check_choices(settings: object, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError for the first of these settings, by name, that is none of its choices.
+    Example: check_choices(cfg, {"critic": ("shared", "own")})."""
+    for name, allowed in choices.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            *others, last = allowed
+            raise ValueError(f"{name}={value!r}; it is {', '.join(others)} or {last}")

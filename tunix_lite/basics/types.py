@@ -205,12 +205,10 @@ class Rollout:
 
     tokens: Any  # [B, T] int32
     token_mask: Any  # [B, T] bool, True on real tokens of prompt and completion
-    completion_mask: (
-        Any  # [B, T] bool, True on sampled tokens, the end-of-sequence token included
-    )
-    logprobs: (
-        Any  # [B, T] float32 under the distribution that was drawn from; 0 off the completion
-    )
+    # [B, T] bool, True on sampled tokens, the end-of-sequence token included
+    completion_mask: Any
+    # [B, T] float32 under the distribution that was drawn from; 0 off the completion
+    logprobs: Any
     finish: Any  # [B] int8, index into FINISH
     full_logprobs: Any  # [B, T] float32 under softmax(logits / temperature), nothing cut off
     # [B, 2] from the start of the rollout until the first tokens, and until the end
@@ -335,9 +333,8 @@ class RowBatch:
     # [R, M] int32, the columns whose hidden states predict them; None: those before
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
-    num_parts: jax.Array | None = (
-        None  # [] int32, micro-batches that hold anything; None: all do
-    )
+    # [] int32, micro-batches that hold anything; None: all do
+    num_parts: jax.Array | None = None
     # [R] keys of the adapters' dropout; None: nothing is dropped
     dropout_keys: jax.Array | None = None
     # arrays that belong to no token and are never cut up, by name; None: there are none

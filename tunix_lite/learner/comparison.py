@@ -46,7 +46,6 @@ class Teacher:
     ) -> RowBatch:
         """Adds the shapes of a comparison's arrays; table: that of the teacher's output
         embedding."""
-
         shape = (*rows.tokens.shape, self.embed_dim)
         place = sharding(("batch", "seq", "seq"), shape)
         hidden = {HIDDEN: jax.ShapeDtypeStruct(shape, dtype, sharding=place)}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tunix_lite.basics.errors import check_numbers
+from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.basics.types import Params
 from tunix_lite.models.weights import Table, Weight
 
@@ -52,10 +52,7 @@ class LearningRateConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}"
-            )
+        check_choices(self, {"schedule": SCHEDULES})
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")

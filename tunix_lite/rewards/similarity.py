@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -93,12 +92,12 @@ def similarity_scores(
     """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1, as
     `rouge_score` with use_stemmer=False has them; and exact_match, 1 where the two are the same but
     for white space around them: [E] float64."""
-    scorers = {
-        "exact_match": lambda text, other: float(text.strip() == other.strip()),
-        "rouge_1": _rouge_n,
-        "rouge_2": partial(_rouge_n, n=2),
-        "rouge_l": lambda text, other: RougeL()(text, {"answer": other}),
-    }
+    pairs = list(zip(texts, references))
     return {
-        name: np.array(list(map(score, texts, references))) for name, score in scorers.items()
+        "exact_match": np.array(
+            [float(text.strip() == other.strip()) for text, other in pairs]
+        ),
+        "rouge_1": np.array([_rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([_rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),
     }

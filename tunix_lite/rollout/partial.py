@@ -208,7 +208,7 @@ def rollout_of(
     for row, one in enumerate(completions):
         request = one.as_request((), 0, len(one.tokens), StopCriteria({}))
         if one.routes is not None:
-            request.prompt_routes = (one.routes, np.s_[:])
+            request.prompt_routes = (one.routes, np.s_[: one.num_read])
         request.reason = one.reason
         # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0

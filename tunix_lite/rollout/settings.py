@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_lite.basics.errors import check_numbers
+from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
 
 # The least temperature or top_p above 0; its inverse is the highest temperature. The devices
@@ -34,10 +34,7 @@ class GenerationConfig:
         tokens = _tuple_of("stop_token_ids", self.stop_token_ids, int)
         object.__setattr__(self, "stop_token_ids", tokens)
 
-        if self.long_prompts not in ("error", "truncate", "drop"):
-            raise ValueError(
-                f"long_prompts={self.long_prompts!r}; it is error, truncate or drop"
-            )
+        check_choices(self, {"long_prompts": ("error", "truncate", "drop")})
         # The distribution: whether a value is right, and what it must be.
         least = LEAST_POSITIVE
         most = 1 / least
@@ -133,11 +130,7 @@ class RolloutConfig:
     mesh_shape: MeshShape | None = None
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                *others, last = choices
-                raise ValueError(f"{name}={value!r}; it is {', '.join(others)} or {last}")
+        check_choices(self, CHOICES)
         rule = "must be at least 1, or null to derive it"
         check_numbers(self, "num_slots", lambda x: x >= 1, rule)
         check_numbers(self, "chunk", lambda x: x >= 1, "must be at least 1")

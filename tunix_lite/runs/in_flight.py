@@ -4,7 +4,7 @@ cache is kept."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ _OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
 # of completions that have begun, where routes are recorded: tokens of the prompt, and the routes of
 # prompt and tokens one after the other
 _OF_ROUTES = {"read", "routes"}
+# None: it has not ended
+_REASONS = (*FINISH, None)
 _OF_TOKENS = {
     "tokens": np.int32,
     "versions": np.int32,
@@ -40,10 +42,7 @@ class InFlight:
         columns = {
             "next_step": np.int32(self.next_step),
             "lengths": [len(one.tokens) for one in self.completions],
-            "reasons": [
-                -1 if one.reason is None else FINISH.index(one.reason)
-                for one in self.completions
-            ],
+            "reasons": [_REASONS.index(one.reason) for one in self.completions],
         }
         for name in ("step", "prompt", "generation"):
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
@@ -77,7 +76,7 @@ class InFlight:
                 step=int(arrays["steps"][i]),
                 prompt=int(arrays["prompts"][i]),
                 generation=int(arrays["generations"][i]),
-                reason=None if reason < 0 else FINISH[reason],
+                reason=_REASONS[reason],
                 **{name: tuple(values[name][i].tolist()) for name in _OF_TOKENS},
                 routes=routes[i],
             )
@@ -87,16 +86,8 @@ class InFlight:
 
 
 # the arrays of every rollout
-_OF_ROLLOUT = (
-    "tokens",
-    "token_mask",
-    "completion_mask",
-    "logprobs",
-    "full_logprobs",
-    "versions",
-    "finish",
-    "seconds",
-)
+_OF_ROLLOUT = {field.name for field in fields(Rollout)}
+_OF_ROLLOUT -= {"metrics", "conversations", "turn_ids", "routes"}
 
 
 @dataclass(frozen=True)

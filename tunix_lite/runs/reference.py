@@ -20,7 +20,8 @@ from tunix_lite.models.lora import attach
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.parallel.mesh import put
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.tracking.checkpoint import Checkpoints
+from tunix_lite.settings.resolved_parts import placed
+from tunix_lite.tracking.checkpoint import Checkpoints, shapes_of
 from tunix_lite.tracking.rundir import RunDir
 
 # characters of what a folder says of its reference
@@ -124,9 +125,8 @@ def reference_of(
         trained = None if model.lora else copied(params)
     elif chosen.is_new:
         if chosen.checkpoints is not None:
-            params = Checkpoints(chosen.checkpoints).restore_params(
-                _placed(params, params), chosen.kept
-            )[1]
+            checkpoints = Checkpoints(chosen.checkpoints)
+            _, params = checkpoints.restore_params(shapes_of(params), chosen.kept)
         trained = copied(params)
         # A start that made no checkpoint may have left one.
         if run_dir.is_first:
@@ -136,18 +136,11 @@ def reference_of(
         checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))
         checkpoints.close()
     else:
-        like = _placed(jax.eval_shape(copied, params), params)
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        like = placed(jax.eval_shape(copied, params), shardings)
         trained = Checkpoints(run_dir.kept_reference).restore_params(like, chosen.kept)[1]
     if chosen.is_new:
         run_dir.write_json(run_dir.reference, {"reference": chosen.words, "kept": chosen.kept})
     if frozen is None:
         return trained
     return frozen if trained is None else attach(frozen, trained, model.lora)
-
-
-def _placed(shapes: Params, params: Params) -> Params:
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding),
-        shapes,
-        params,
-    )

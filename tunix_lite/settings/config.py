@@ -13,7 +13,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.basics.addresses import check_on_disk, check_place
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
-from tunix_lite.basics.errors import ConfigError, check_numbers, error_context
+from tunix_lite.basics.errors import (
+    ConfigError,
+    check_choices,
+    check_numbers,
+    error_context,
+)
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import check_seed
@@ -92,12 +97,7 @@ class TrainingConfig:
     max_sampler_gap: float | None = 0.5
 
     def __post_init__(self):
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
-                    f"{choices[-1]}"
-                )
+        check_choices(self, CHOICES)
         sizes = (
             "prompts_per_step micro_batch_size gradient_accumulation_steps micro_batch_tokens"
         )

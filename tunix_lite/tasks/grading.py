@@ -22,7 +22,7 @@ FAILED = {
     "rewards/not_numbers": "not_number",
 }
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
-NOTED = {f"rewards/{kind}": kind for kind in ("no_answer", "stopped", "cut")}
+NOTED = {f"rewards/{kind}": kind for kind in Score.KINDS}
 
 
 def shared_outcomes(
@@ -105,12 +105,8 @@ def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]
     in dropped_of, in the order of graded.each. groups: the rows of each."""
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
-    metrics = {
-        "reward/mean": float(valid.mean()),
-        "reward/std": float(valid.std()),
-        "reward/min": float(valid.min()),
-        "reward/max": float(valid.max()),
-    }
+    numbers = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    metrics = {f"reward/{name}": float(of(valid)) for name, of in numbers.items()}
     for place, (name, values_B) in enumerate(graded.each.items()):
         # a reward that failed counts 0; one that skips a completion does not count there
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]

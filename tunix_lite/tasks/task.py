@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.basics.errors import check_choices
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.basics.types import Graded, Prompts, Rollout, left_padded
 from tunix_lite.environments.environment import missing_method
@@ -120,9 +121,7 @@ class TaskConfig:
     lengths: TaskLengthsConfig | None = None
 
     def __post_init__(self):
-        for name, allowed in CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r}; it is {' or '.join(allowed)}")
+        check_choices(self, CHOICES)
         if self.learned_turns == "all" and self.prompt is not None:
             raise ValueError(
                 "learned_turns=all would change nothing with task.prompt: it is of examples whose "

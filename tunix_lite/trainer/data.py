@@ -99,17 +99,11 @@ def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
     return array
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some of the data in rows on the mesh: one forward and backward pass.
-    Example: _Part([0, 3], rows): row 0 holds datum 0, row 1 datum 3, and others nothing."""
-
-    indices: list[int]
-    rows: RowBatch
-
-
-def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Iterator[_Part]:
-    """The data in parts, the narrowest rows first. shards: of a batch (fsdp)."""
+def parts_of_data(
+    data: Sequence[Datum], shards: int, max_positions: int
+) -> Iterator[tuple[list[int], RowBatch]]:
+    """The data in parts for a forward and backward pass each, the narrowest rows first: the numbers
+    of the data in the first rows, and all rows on the mesh. shards: of a batch (fsdp)."""
     # Widths and numbers of rows are powers of two, so that few programs are compiled.
     by_width: dict[int, list[int]] = {}
     for i, datum in enumerate(data):
@@ -147,7 +141,7 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
                 positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
                 streams={"targets": ids["targets"], **values},
             )
-            yield _Part(chunk, jax.tree.map(on_mesh, rows))
+            yield chunk, jax.tree.map(on_mesh, rows)
 
 
 def _power_of_two(count: int, least: int = 1) -> int:

@@ -188,9 +188,10 @@ class Weights:
         check_data(data, loss.needs, cfg.vocab_size, cfg.max_positions)
         totals = {"train/loss": 0.0, "train/entropy": 0.0}
         logprobs: list[list[float]] = [[] for _ in data]
-        for part in parts_of_data(data, self.trainer.mesh.shape["fsdp"], cfg.max_positions):
-            metrics = jax.device_get(run(part.rows))
-            for row, i in enumerate(part.indices):
+        shards = self.trainer.mesh.shape["fsdp"]
+        for indices, rows in parts_of_data(data, shards, cfg.max_positions):
+            metrics = jax.device_get(run(rows))
+            for row, i in enumerate(indices):
                 logprobs[i] = metrics["logprobs"][row, : len(data[i].tokens)].tolist()
             for name in totals:
                 totals[name] += float(metrics[name])
@@ -256,11 +257,10 @@ class TrainingClient(Weights):
             sums.append(grads if not sums else add_gradients(sums.pop(), grads))
             return metrics
 
-        # the sum of this call is added when all of it is there
-        sums: list[Params] = []
+        # the sum is taken when all of this call is in it
+        sums = [] if self._grads is None else [self._grads]
         output = self._over_parts(data, loss_of_tokens, run)
-        grads = sums.pop()
-        self._grads = grads if self._grads is None else add_gradients(self._grads, grads)
+        self._grads = sums.pop()
         self._loss += output.loss
         return output
 
