@@ -54,8 +54,7 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
-    wrong."""
+    """The command `tunix-lite launch`; ends the process, with 2 where arguments are wrong."""
     about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
@@ -202,8 +201,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
 
 
 class _Failure(NamedTuple):
-    """The end of a run that failed: what to print, "" if a process has printed it, and the exit
-    code."""
+    """The end of a failed run: what to print, "" if a process has done so, and the exit code."""
 
     text: str
     code: int
@@ -312,8 +310,7 @@ class _Attempt:
         return self._stop()
 
     def end(self, grace: float) -> None:
-        """Ends all that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a new
-        signal."""
+        """Ends all: SIGTERM, then SIGKILL after `grace` seconds, or at a new signal."""
         deadline = time.monotonic() + grace
         signals_before = len(self._signals)
         if grace > 0:

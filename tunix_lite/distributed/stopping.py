@@ -44,8 +44,7 @@ def job_start_time(environ: Mapping[str, str]) -> float:
 
 
 class StopRun(BaseException):
-    """Ends the run on all of its processes. A BaseException, so that no `except Exception` catches
-    it."""
+    """Ends the run on all processes. A BaseException, so that no `except Exception` takes it."""
 
 
 class Stopping:
@@ -180,8 +179,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:
-        """A context around an UPDATE or a COMPILATION. times: of them left before the run may
-        stop."""
+        """Around an UPDATE or a COMPILATION. times: of them left before the run may stop."""
         began = time.monotonic()
         self._under_way = what
         self._likely_end = began + times * self._update_seconds
@@ -225,8 +223,7 @@ class Stopping:
         self.stop_if(bool(is_signalled))
 
     def check_before_update(self) -> None:
-        """Raises StopRun on all processes if one was asked to stop, or an update would end too
-        late."""
+        """Raises StopRun on all processes if one was asked to, or an update would end late."""
         if self.may_stop:
             asked = self._signal_name is not None or self._is_too_late(self._update_seconds)
             if jax.process_count() > 1:

@@ -35,8 +35,7 @@ def is_number(value: object) -> bool:
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
-    """The rows of steps up to `last`, as `read_rows` gives them, without those whose step is not
-    above the one before."""
+    """The rows of steps up to `last`, without those whose step is not above the one before."""
     before = -1
     for number, line, row in read_rows(file):
         if row is not None and before < row["step"] <= last:
