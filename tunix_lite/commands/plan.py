@@ -185,8 +185,7 @@ def verified(plan: Plan, folder: str) -> list[str]:
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     """Makes a plan for each mesh, the best first. words: the command line, to repeat with what
-    would fit. Raises ConfigError if the settings are wrong, or no mesh divides the model and the
-    batch."""
+    would fit. Raises ConfigError if settings are wrong, or no mesh divides model and batch."""
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "

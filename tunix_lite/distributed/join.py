@@ -243,8 +243,7 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
 
 
 def heartbeat(doing: str = "") -> None:
-    """Tells the launcher, if there is one, that this process is alive, and what it does: "step
-    3"."""
+    """Tells a launcher that this process is alive, and what it does: "step 3"."""
     if file := os.environ.get(HEARTBEAT):
         # A full disk must not end a run here.
         with contextlib.suppress(OSError):
@@ -253,8 +252,7 @@ def heartbeat(doing: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_at_once_on_failure() -> Iterator[None]:
-    """A context in which a process of several exits at once when it fails: jax would wait for
-    minutes."""
+    """Inside, a process of several exits at once when it fails: jax would wait for minutes."""
     try:
         yield
         if _has_joined_jax():

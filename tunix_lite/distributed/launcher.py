@@ -52,8 +52,7 @@ _BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `tunix-lite launch`; ends the process, with 2 if the arguments or settings are
-    wrong."""
+    """The command `tunix-lite launch`; ends the process, with 2 where arguments are wrong."""
     about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
@@ -200,7 +199,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> _LocalProcesses:
 
 
 class _Failure(NamedTuple):
-    """How a run failed: what to print ("": a process has printed it), and the exit code."""
+    """The end of a failed run: what to print, "" if a process has done so, and the exit code."""
 
     text: str
     code: int

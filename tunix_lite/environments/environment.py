@@ -56,8 +56,7 @@ EnvironmentSource = Callable[[], Environment] | Environment
 
 
 class NotATurn(NotANumber):
-    """Raised for an object that is no environment, or a value that is no turn. Its text describes
-    the object."""
+    """Raised for an object that is no environment, or a value that is no turn."""
 
     kind = "not_a_turn"
 
@@ -83,8 +82,7 @@ def missing_method(environment: object) -> str:
 
 def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
     """The prompt with which the environment begins; None: that of the task. A `reset` that takes no
-    example, as gymnasium's, gets a seed that depends on the example alone, and it as its
-    options."""
+    example, as gymnasium's, gets a seed made of the example, and it as options."""
     parameters = inspect.signature(environment.reset).parameters
     text = json.dumps(example, sort_keys=True, default=str)
     # Not `hash`, which differs from process to process.
@@ -103,8 +101,7 @@ def call_reset(environment: Environment, example: dict) -> str | list[dict] | No
 
 
 def read_turn(value: object) -> Turn:
-    """Reads the return value of `step` as a Turn. Raises NotATurn for anything that is not listed
-    above."""
+    """Reads what `step` returned as a Turn. Raises NotATurn for what is not listed above."""
     if isinstance(value, Turn):
         value = (value.observation, value.reward, value.done, value.info)
     if not isinstance(value, tuple) or len(value) not in (3, 4, 5):

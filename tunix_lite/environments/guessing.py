@@ -83,8 +83,7 @@ def is_secret(completion: str, example: dict) -> float:
 
 
 def _last_integer(text: str) -> int | None:
-    """The last whole number in a text of up to nine digits, which a sentence may end with; None:
-    there is none."""
+    """The last whole number of up to nine digits in a text, perhaps before a full stop, or None."""
     number = None
     for word in text.split():
         digits = word.strip(".,:;!?()[]*'\"$\\")

@@ -137,8 +137,7 @@ def _of_gemma4(text: str) -> ToolCall:
 
 
 def _of_python(text: str) -> list[ToolCall]:
-    """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
-    print()."""
+    """Calls in Python's syntax with plain values: add(a=1, b=2), also in a list or print()."""
     try:
         # The parser raises MemoryError where operators are nested deeply.
         statements = ast.parse(text.strip()[:_LONGEST]).body

@@ -156,8 +156,7 @@ class LanguageModel:
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
-        """Yields the text of one completion, piece by piece while it is sampled. Raises as
-        `generate`."""
+        """Yields the text of one completion while it is sampled. Raises as `generate`."""
         settings = RolloutConfig() if rollout is None else rollout
         # small chunks, since nobody sees a token before its chunk is over
         settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK, replay_routes=False)
@@ -248,8 +247,7 @@ class LanguageModel:
         self, prompts: Prompt | Sequence[Prompt], completions: str | Sequence[str]
     ) -> list[np.ndarray]:
         """log p of each token of each completion, at temperature 1: float32 [T] each, the end of
-        the turn included. Raises ValueError if there are not as many of both, or if one is too
-        long."""
+        the turn included. Raises ValueError if their numbers differ, or one is too long."""
         prompts = _as_list(prompts)
         texts = [completions] if isinstance(completions, str) else list(completions)
         if len(prompts) != len(texts):
@@ -344,8 +342,7 @@ def load(
 def open_model(
     model: ModelConfig, run: Path | None, step: int | str | None, dtype: str, seed: int
 ) -> LanguageModel:
-    """Loads the model of these settings; with `run`, the weights that this run has trained. Raises
-    ConfigError."""
+    """Loads the model of these settings; with `run`, its weights. Raises ConfigError."""
     # Find it, and check it against the devices and their memory, before anything is read.
     with error_context(""):
         check_seed(seed)

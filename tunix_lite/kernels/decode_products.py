@@ -165,8 +165,7 @@ def _product(
     most_parts: int = 1,
     activation: str | None = None,
 ) -> jax.Array:
-    """Multiplies x with each weight, side by side, [P, B, O], or returns activation(x gate) * (x
-    up) of two."""
+    """Multiplies x with each weight, side by side, [P, B, O], or activation(x gate) * (x up)."""
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
@@ -205,8 +204,7 @@ def _product(
 
 
 def _kernel(tile: _Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
-    """A part of the sum of some rows and columns: of one of the weights side by side, or of gate
-    and up."""
+    """A part of the sum of some rows and columns: of one of the weights, or of gate and up."""
     *weights, out_PBO = refs
     dtype = out_PBO.dtype
     part = pl.program_id(1)

@@ -94,8 +94,7 @@ def fused_draw(
 
 
 def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
-    """R rows and a piece of the vocabulary. What lies beyond the last one is read as the last
-    one."""
+    """R rows and a piece of the vocabulary. What lies beyond the last is read as the last."""
     hidden_BD, table_VD, key_data_B2, temperature_1, first_1, *out_refs = refs
     B, D = hidden_BD.shape
     V = len(table_VD)

@@ -115,8 +115,7 @@ def _trials(start: _Trial) -> Iterator[_Trial]:
 
 
 def _few_changes(start: _Trial) -> _Trial:
-    """Changes in order until they fit together, or all that do not make it larger; each only as far
-    as it must go."""
+    """Changes in order until they fit, or all that make it no larger; each as far as it must go."""
     # What is proposed by an estimate leaves some memory free.
     capacity = int((1 - ESTIMATE_MARGIN) * (start.machine.capacity or 0))
     steps = [0] * len(_CHANGES)

@@ -24,8 +24,7 @@ _PROCESS_BYTES = 800_000_000
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
-    board reports."""
+    """What XLA's code generator asks of a GPU: by CUDA's table, and as a board reports it."""
 
     capability: int  # major; the minor one is 0 for all here
     multiprocessors: int
@@ -269,8 +268,7 @@ def of_device(device: jax.Device) -> Hardware | None:
 
 
 def memory_limit(device: jax.Device) -> int | None:
-    """Bytes that the runtime lets a program have on this device; the devices of a CPU share its
-    memory evenly."""
+    """Bytes that a program may have on this device; those of a CPU share its memory evenly."""
     if device.platform == "cpu":
         size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return size // jax.local_device_count("cpu")

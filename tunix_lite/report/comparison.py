@@ -49,8 +49,7 @@ class _ScoreChange:
 
 
 def _score_changes(run: Evidence) -> list[_ScoreChange]:
-    """The scores of the first and the last evaluation that samples/ has, of the same examples; []
-    without two."""
+    """The scores of the first and last evaluation in samples/, of the same examples, or []."""
     steps = sample_steps(run.folder, "evaluation")
     if len(steps) < 2:
         return []

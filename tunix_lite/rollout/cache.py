@@ -68,8 +68,7 @@ class KV:
     def with_tokens(
         self, new: "KV", rows_R: jax.Array, lengths_R: jax.Array, counts_R: jax.Array
     ) -> "KV":
-        """The cache with the new tokens of rows_R, [R, K, W, ...], at their columns. A ring keeps
-        the last ones."""
+        """The cache with the new tokens of rows_R, [R, K, W, ...]. A ring keeps the last ones."""
         B = len(self.k)
         C = self.columns
         place_W = jnp.arange(new.k.shape[2])
@@ -86,8 +85,7 @@ class KV:
         return jax.tree.map(put, self, new)
 
     def as_ring(self, lengths_B: jax.Array, columns: int) -> "KV":
-        """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the
-        last tokens."""
+        """Right-padded prompts in at most `columns` columns: a ring keeps the last tokens."""
         if self.columns <= columns:
             return self
         # Columns that hold no token yet may hold anything: nothing attends to them.
@@ -100,8 +98,7 @@ class KV:
 
 
 def _head_copies(num_kv_heads: int, tp: int) -> int:
-    """Counts the copies of each key/value head in the cache: every shard of tp holds one of its
-    own."""
+    """Copies of each key/value head in the cache: every shard of tp holds one of its own."""
     if tp > num_kv_heads and tp % num_kv_heads == 0:
         return tp // num_kv_heads
     # Else tp divides the heads, or each shard holds all of them (mesh.MAY_STAY_WHOLE).
@@ -257,8 +254,7 @@ def store_rows(prompts: Any, new: Any, first_row: jax.Array) -> Any:
 
 
 def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> Any:
-    """The cache of a layer in which each row that is new begins with row rows_B of the prompt
-    cache."""
+    """The cache of a layer whose new rows begin as rows rows_B of the prompt cache do."""
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:
         # Only the columns that prompts can have are written; no prompt exceeds the cache.

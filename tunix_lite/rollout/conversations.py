@@ -38,8 +38,7 @@ class Partner(Protocol):
         """Takes a turn. ended: its last token is an end-of-sequence token; else it was cut."""
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
-        """Answers that have come, by row. wait: at least one. patience: seconds in which others may
-        come."""
+        """Answers that came, by row. wait: for one at least. patience: seconds for others."""
 
     def close(self) -> None:
         """Closes the partner: all conversations have ended."""
@@ -150,8 +149,7 @@ class ConversationScheduler:
         on_chunk: OnChunk | None,
         between_chunks: Callable[[], None] | None,
     ) -> Generator[None, None, Rollout]:
-        """Stops after each chunk, and returns the Rollout; the callbacks are those of
-        make_generate."""
+        """Stops after each chunk, and returns the Rollout; callbacks as in make_generate."""
         while self.engine.unfinished:
             # Replies first: they end conversations, and `fill` gives their slots away in the
             # same round.

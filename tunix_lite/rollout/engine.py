@@ -511,8 +511,7 @@ def prompt_cache_blocks(
 
 
 def prompt_widths(longest: int) -> list[int]:
-    """The widths that prompts are padded to, the widest first, three at most: prompt_widths(512) is
-    [512, 128, 64]."""
+    """The widths of prompts, the widest first, three at most: [512, 128, 64] for 512."""
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))

@@ -261,8 +261,7 @@ def make_sampler(
     per_request: bool = False,
 ) -> CompletionSampler:
     """A sampler for the devices of the current mesh. tp_reduce_dtype: as decoder.forward takes it.
-    per_request: as SamplerSpec has it. Raises ValueError for stop tokens that the model does not
-    have."""
+    per_request: as SamplerSpec has it. Raises ValueError for unknown stop tokens."""
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     # eos comes last, and wins where a token is in both lists.
@@ -399,8 +398,7 @@ def make_prepare(
     may_join: bool = True,
 ) -> Callable[[Params], dict[str, jax.Array]]:
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
-    computation and, if `gather`, gathered over fsdp. may_join: False keeps the names and the layout
-    of all weights."""
+    computation and, if `gather`, gathered over fsdp. may_join: False keeps names and layout."""
     compiled = {}
 
     def prepare(params: Params) -> Params:
@@ -422,8 +420,7 @@ def make_prepare(
 
 
 def _results(program: Any, *arguments: Any) -> Any:
-    """Compiles a program for these arguments, or their shapes. Returns the shapes of its
-    results."""
+    """Compiles a program for these arguments, or shapes. Returns the shapes of its results."""
     check_wanted()
     lowered = program.lower(*arguments)
     return jax.tree.map(

@@ -113,8 +113,7 @@ class LiveEngine:
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
-        """Puts sequences into the waiting line, all or none. Raises TooManyRequests,
-        EngineFailed."""
+        """Puts all sequences into the line, or none. Raises TooManyRequests, EngineFailed."""
         with self._lock:
             if not self.is_alive:
                 raise EngineFailed("the engine does not take requests any more")
@@ -139,8 +138,7 @@ class LiveEngine:
                 self._lock.notify_all()
 
     def warm_up(self) -> None:
-        """Samples from a prompt of one token, so that most programs are compiled. Raises
-        EngineFailed."""
+        """Samples from one token, so that most programs are compiled. Raises EngineFailed."""
         ended = threading.Event()
         failed: list[str] = []
 
@@ -163,8 +161,7 @@ class LiveEngine:
                 self._lock.wait(_IDLE_SECONDS)
 
     def set_params(self, per_layer_params: Params | None) -> None:
-        """Samples with other weights from now on; None frees them. Raises ValueError while
-        sequences run."""
+        """Samples with other weights; None frees them. Raises ValueError while sequences run."""
         with self._lock:
             if not self._is_idle:
                 raise ValueError("the engine is sampling; wait until it is idle")

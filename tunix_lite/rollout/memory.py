@@ -118,8 +118,7 @@ def choose_weights(params: Params, memory: SamplingMemory) -> tuple[str, str]:
 def weights_that_fit(
     memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
 ) -> tuple[str, str]:
-    """gathered where the weights fit beside the cache and the waiting prompts, else sharded; and
-    why."""
+    """gathered where the weights fit beside cache and prompts, else sharded; and why."""
     setting = memory.rollout.weights
     if setting != "auto":
         return setting, f"weights {setting}, as rollout.weights says"

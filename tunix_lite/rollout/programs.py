@@ -566,8 +566,7 @@ def read_drawn(
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes
-    it."""
+    """attend_fn(layer, q, k, v) of decoder.forward_by_layer for one new token per slot."""
     cfg = spec.cfg
     newest_B = slots.lengths
     num_columns = {
@@ -727,8 +726,7 @@ def attend_to_cache_and_new(
 
 
 def rewind(spec: SamplerSpec, slots: Slots, lost_B: jax.Array) -> Slots:
-    """The slots without the last lost_B tokens of the chunk, which then wait for an answer; -1: as
-    they are."""
+    """The slots without the last lost_B tokens, which then wait for an answer; -1: as they are."""
     del spec
     num_lost_B = jnp.maximum(lost_B, 0)
     # Their keys and values stay: nothing attends beyond the length, and later tokens overwrite

@@ -16,8 +16,7 @@ def row_keys(
     prompts_B: jax.Array,
     generations_B: jax.Array,
 ) -> jax.Array:
-    """One random key per completion, [B], folded from that of its rollout, the index of its prompt
-    and its own."""
+    """One random key per completion, [B], of its rollout's, its prompt's index and its own."""
     # Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
     fold = jax.vmap(jax.random.fold_in)
     return fold(fold(keys_B, prompts_B), generations_B)
@@ -63,16 +62,14 @@ def gumbel_noise(
     positions_B: jax.Array,
     vocab_size: int,
 ) -> jax.Array:
-    """The noise added to the logits of each row's next token, [B, V] float32, by its key and
-    position."""
+    """The noise of the logits of each row's next token, [B, V] float32, by key and position."""
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys_B)
 
 
 def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the best tokens of each row by scores, [B] int32, the last token in a row of
-    NaN; and its log-probability under the logits, [B]. For accelerators: the scores are never
-    written."""
+    NaN; and its log-probability under the logits, [B]. On accelerators scores are never written."""
     V = scores_BV.shape[-1]
 
     def better(left: tuple, right: tuple) -> tuple:
@@ -101,8 +98,7 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws like `best`, with argmax as two plain reductions: a CPU then draws the noise in
-    threads."""
+    """Draws like `best`, by two plain reductions: a CPU then draws the noise in threads."""
     V = scores_BV.shape[-1]
     is_best_BV = scores_BV >= jnp.max(scores_BV, axis=-1, keepdims=True)
     token_V = jnp.arange(V, dtype=jnp.int32)

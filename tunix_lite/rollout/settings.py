@@ -160,8 +160,7 @@ class RolloutConfig:
         return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """How many slots decode so many sequences: up to _MAX_SLOTS, rounded up to a multiple of
-        fsdp."""
+        """Slots for so many sequences: up to _MAX_SLOTS, rounded up to a multiple of fsdp."""
         return round_up_to_shards(self.num_slots or min(_MAX_SLOTS, num_sequences), fsdp)
 
 

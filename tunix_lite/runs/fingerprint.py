@@ -148,8 +148,7 @@ def read_fingerprint(file: Path) -> dict:
 
 
 def packing_of(theirs: dict, file: Path) -> str:
-    """Returns how the run with this fingerprint, read from `file`, packed its sequences. Raises
-    ValueError."""
+    """Returns how the run with this fingerprint, of `file`, packed. Raises ValueError."""
     training = theirs.get("training")
     packing = training.get("packing") if isinstance(training, dict) else None
     if packing not in PACKING:

@@ -39,8 +39,7 @@ def keep_samples(
 
 
 def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """All arrays of a batch by name, `streams.NAME` for a stream; without its constants, which
-    belong to a model."""
+    """All arrays of a batch by name, `streams.NAME` for a stream; without a model's constants."""
     named = {field.name: getattr(batch, field.name) for field in fields(batch)}
     streams = named.pop("streams")
     # a teacher's table would be larger than all the rest

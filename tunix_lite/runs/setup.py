@@ -103,8 +103,7 @@ class Parts:
         return self.resolved.rows
 
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
-        """Returns whether checkpoints in the run's own folder were made with other settings
-        (resume.force=true)."""
+        """Returns whether the run's own checkpoints had other settings (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
     @property
@@ -590,8 +589,7 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
-    """The folder with the checkpoints that the run goes on from; None: it begins afresh. Raises
-    ConfigError."""
+    """The folder of the checkpoints to go on from; None: it begins afresh. Raises ConfigError."""
     resume = run.resume.folder
     has_own = Checkpoints(run_dir.checkpoints).latest_step() is not None
     with error_context("resume"):
@@ -657,8 +655,7 @@ def _fingerprint_of(parts: Parts) -> dict:
 
 
 def float32_products(mixed_precision: str, platform: str) -> str:
-    """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits by default;
-    "" elsewhere."""
+    """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits, or ""."""
     if (
         mixed_precision != "fp32"
         or platform == "cpu"

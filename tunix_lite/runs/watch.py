@@ -405,8 +405,7 @@ class Watch:
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
-        """What held-out examples say now; {} if the run has no evaluation. is_first: before any
-        step."""
+        """What held-out examples say now; {} without an evaluation. is_first: before any step."""
         session = self.session
         if not session.run.evaluation.num_examples and not session.run.loss_examples:
             return {}

@@ -58,8 +58,7 @@ def tools_of(
 
 
 def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]:
-    """The messages with arguments as objects, and each result with the name of its tool. Raises
-    BadCall."""
+    """The messages with arguments as objects, and results with their tools. Raises BadCall."""
     names: dict[str, str] = {}
     for_template = []
     for message in messages:
@@ -93,8 +92,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
 
 
 class CallReader:
-    """Divides what a model says into text and calls, while it comes; what may be a call is held
-    until the end."""
+    """Divides what a model says into text and calls; what may be a call is held to the end."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -195,8 +195,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Settings of the files that a run writes beside train.log, metrics.jsonl and its
-    checkpoints."""
+    """Settings of what a run writes beside train.log, metrics.jsonl and checkpoints."""
 
     # conf/tracking/default.yaml explains each setting
     tensorboard: bool = True
@@ -358,8 +357,7 @@ class RunConfig:
 
     @property
     def learning_temperature(self) -> float:
-        """Returns the divisor of scores in the policy that learns: that of sampling, and 1 where
-        nothing is sampled."""
+        """Returns the divisor of scores in the policy that learns: 1 where nothing is sampled."""
         return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
 
 
@@ -372,8 +370,7 @@ _LOSS_REDUCTIONS = {
 
 
 def reduction_of(algorithm: Algorithm) -> str | None:
-    """Returns what the algorithm declares that its loss sums over, tokens or sequences; None: it
-    does not declare it."""
+    """Returns what the algorithm says that its loss sums over, tokens or sequences, or None."""
     # A subclass with a loss of its own declares it itself: what it inherits is about another loss.
     for kind in type(algorithm).__mro__:
         if "loss_reduction" in vars(kind):
@@ -484,8 +481,7 @@ def _multiple(wanted: int, step: int) -> int:
 
 
 def _check_overlap(run: RunConfig) -> None:
-    """Raises ValueError for settings that do not go together with rollouts that overlap with
-    learning."""
+    """Raises ValueError for settings that do not go with rollouts that overlap with learning."""
     overlap = run.rollout.overlap
     apart = run.rollout.mesh_shape
     if apart is not None and (overlap != "one_step" or not run.rollout.is_stale):
@@ -589,8 +585,7 @@ def build(kind: _Kind, value: object, where: str = "") -> Any:
 
 
 def plain(value: object) -> Any:
-    """Returns a setting as YAML would have it, classes and functions by their path: the input of
-    `build`."""
+    """Returns a setting as YAML has it, classes and functions by path: the input of `build`."""
     if dataclasses.is_dataclass(value):
         return {"_target_": _path(type(value))} | {
             f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init

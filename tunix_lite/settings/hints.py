@@ -299,8 +299,7 @@ def wrong_override(
     key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
 ) -> str | None:
     """The message for an override that names no setting, group or option; None: it names one.
-    known: all settings. groups: the folders of conf/. folders: more of them, with options of the
-    user's own."""
+    known: all settings. groups: the folders of conf/. folders: with the user's own options."""
     if key in groups:
         options = options_of(key, folders)
         if value is None or str(value) in options:

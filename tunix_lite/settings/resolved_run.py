@@ -572,8 +572,7 @@ def with_defaults(
 def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
-    adapters."""
+    """Raises ValueError, naming the weight, if the mesh does not divide model or adapters."""
     table = decoder.weights(cfg)
     tables = [table]
     if lora is not None:

@@ -41,8 +41,7 @@ class Refused(ValueError):
 
 
 def ask(function: Callable[..., str], *arguments: object) -> str:
-    """The answer of a function of a module, called in the other process. arguments: plain values.
-    Raises Refused."""
+    """The answer of a function, called in the other process with plain values. Raises Refused."""
     global _running
     calls = pickle.dumps([(0, 0, (function, *arguments))])
     how = ""

@@ -68,8 +68,7 @@ def check_workers(on_error: str, timeout: float, workers: int) -> None:
 
 
 def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:
-    """Raises ValueError naming the first function that a worker could not be given, and the
-    remedy."""
+    """Raises ValueError, with a remedy, for the first function that no worker can get."""
     for name, fn in functions.items():
         try:
             _Packing(io.BytesIO()).dump(fn)
@@ -227,8 +226,7 @@ class Pool:
                         job.future.set_exception(error)
 
     def _outcomes(self, place: int, jobs: list[_Job]) -> Iterator[Outcome]:
-        """The outcome of each function of each job, in order: the first call without an answer is
-        the one that failed."""
+        """The outcome of each function of each job: the first call without an answer has failed."""
         places = {name: index for index, name in enumerate(self.functions)}
         calls = [
             (next(self._numbers), places[name], (job.completion, job.example))

@@ -185,8 +185,7 @@ def find_marked(mark: bytes) -> set[int]:
 
 def _environment(process: Path) -> bytes:
     """The variables that a process was started with; b"" if it has ended, or is of the kernel.
-    While the kernel loads a program, its process shows none: it is asked again, _LOADING seconds at
-    most."""
+    While the kernel loads a program, its process shows none: it is asked again."""
     deadline = time.monotonic() + _LOADING
     while True:
         # Such a process has memory, but env_end, field 51 in proc(5), is 0. Asked first, since it

@@ -273,8 +273,7 @@ def _isolate(folder: str, job: dict) -> list[str]:
 
 
 def _become_nobody(folder: str) -> bool:
-    """Turns root into a user without rights, if that one can read Python. Returns whether it
-    did."""
+    """Turns root into a user without rights, if that one can read Python: did it?"""
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
     # For a moment, to ask as that user.
     os.seteuid(_NOBODY)

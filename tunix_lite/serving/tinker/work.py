@@ -45,8 +45,7 @@ class WorkerFailed(Exception):
 
 
 class LiveModels:
-    """The trainer's clients and samplers on the devices, the ones used last; others come from the
-    store."""
+    """The trainer's clients and samplers on the devices; others come from the store."""
 
     def __init__(self, trainer: "Trainer", store: Store, most: int):
         """most: models, and samplers, that stay on the devices."""
@@ -380,8 +379,7 @@ class Worker:
 
 
 def _blame(error: Exception) -> tuple[str, str]:
-    """The message of a failed request, and whose fault it is: user or server. An error of the disk
-    is raised again."""
+    """The message of a failed request, and whose fault it is. Raises an error of the disk again."""
     if disk_trouble(error) is not None:
         raise error
     if isinstance(error, ValueError):
