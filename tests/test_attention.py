@@ -164,28 +164,26 @@ def test_lanes_are_the_whole_row(pieces, monkeypatch):
         close(found, right)
 
 
-@pytest.mark.parametrize("with_branches, softcap", [(False, 1.5), (True, None)], ids=["packed", "branches"])
-def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
-    """Four pieces of seven queries and less; a window of three is shorter than a piece."""
+@pytest.mark.parametrize(
+    "with_branches, softcap, pieces",
+    [(False, 1.5, 2), (True, None, 4), *(pytest.param(*c, marks=pytest.mark.wide) for c in ((False, 1.5, 4), (True, None, 2)))],
+)  # fmt: skip
+def test_pieces_are_the_whole(with_branches, softcap, pieces, monkeypatch):
+    """Two pieces whose scores all fit, or four of seven queries and less; a window of three is shorter than a piece."""
     set_mesh(2, 2)
     cfg, T = replace(CFG, attn_softcap=softcap), 26
     problem = random_rows(cfg, 4, T, with_branches)
     whole = {local: attended(attention.xla, cfg, local, *problem) for local in (False, True)}
     for local, found in whole.items():
         assert np.abs(found[0] - by_formulas(cfg, cfg.window if local else None, problem[2], *problem[0])).max() < 2e-6
-    q_BTNH = problem[0][0]
-
-    def check():
-        for local in (False, True):
-            close(attended(attention.xla, cfg, local, *problem), whole[local])
-        for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
-            close(found, whole[local])
-
-    monkeypatch.setattr(attention, "CAUSAL_PIECE", 13)  # two pieces, whose scores all fit
-    check()
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
-    assert attention.piece_length(q_BTNH, T) == 7
-    check()
+    monkeypatch.setattr(attention, "CAUSAL_PIECE", 13)
+    if pieces == 4:
+        monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 4 * T // 4 * 7)  # on each of the four devices
+    assert attention.piece_length(problem[0][0], T) == {2: T, 4: 7}[pieces]
+    for local in (False, True):
+        close(attended(attention.xla, cfg, local, *problem), whole[local])
+    for local, found in enumerate(attended(attention.xla, cfg, [False, True], *problem)):
+        close(found, whole[local])
 
 
 # ---- splash

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_train
+from conftest import rows_of
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.basics.best import Best
@@ -226,7 +227,7 @@ def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(dis
     shell(f"mount -o remount,size={4 * SIZE} {disk}")
     train(compose(SHORT), folder)
     assert "resumed from step 2" in (folder / "train.log").read_text()
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows_of(folder)]
     assert Checkpoints(folder / "checkpoints").steps() == [2, 4] and steps == [1, 2, 3, 4]
 
 

@@ -77,23 +77,26 @@ def converse(cfg, params, partner, on_chunk=None, **settings):
     return sample(*asked, partner=partner, on_chunk=on_chunk)
 
 
+@partial(jax.jit, static_argnums=1)
+def next_token(params, cfg, tokens, length, key, num_sampled):
+    """What is drawn after so many of the tokens [1, T]."""
+    meta = attention.one_sequence_per_row(jnp.arange(tokens.shape[1])[None] < length)
+    logits = decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta)[:, length - 1])
+    return sampling.draw(logits, key[None], num_sampled[None], 1.0)[0][0]
+
+
 def naive(cfg, params, prompt, key, row, partner):
     """A conversation without a cache: the whole sequence is read for every token. (tokens, turn of each, 0: answered)"""
     tokens = list(prompt)
     turn_of, num_sampled, turns = [], 0, 0
     limit = partner.max_turn_tokens
     width = PROMPT + NEW
-    forward = jax.jit(decoder.forward, static_argnums=1)
     while True:
         turn = []
         room = NEW - len(turn_of)
         while len(turn) < min(limit or room, room):
             fixed = np.array([tokens + [0] * (width - len(tokens))])
-            meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
-            hidden = forward(params, cfg, fixed, meta)[0][:, len(tokens) - 1]
-            logits = decoder.logits(params, cfg, hidden)
-            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0)
-            turn.append(int(drawn[0]))
+            turn.append(int(next_token(params, cfg, fixed, len(tokens), key, num_sampled)))
             tokens.append(turn[-1])
             turn_of.append(turns + 1)
             num_sampled += 1

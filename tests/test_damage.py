@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import rows_of
+from test_checkpoint import state_of
 
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.basics.types import TrainState
 from tunix_lite.commands.train import _look_at as look_at
-from tunix_lite.parallel.mesh import put
-from tunix_lite.runs.setup import prepare
+from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
@@ -29,11 +29,6 @@ LAST = 8  # the newest checkpoint; metrics.jsonl goes on to 9
 
 def row(step: int, **more) -> str:
     return json.dumps({"step": step, **more})
-
-
-def state_of(step: int) -> TrainState:
-    params = {"w": put(np.full((8, 2), step, np.float32), "embed", "mlp")}
-    return TrainState(put(np.int32(step)), params, {"m": put(np.arange(3.0), "norm")})
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +183,7 @@ def test_with_force_it_goes_on_and_nothing_is_lost(folder):
     assert "line 4 of" in parts.damaged and parts.differs == ""
     for _ in range(2):
         JsonLines(folder / "metrics.jsonl", resume_at=LAST).close()
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 4, 5, 6, 7, 8]
     assert (folder / "metrics.damaged-1.jsonl").read_bytes() == before
     assert not (folder / "metrics.damaged-2.jsonl").exists()
 

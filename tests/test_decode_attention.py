@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import decode_random, set_mesh
 
 from tunix_lite.kernels.decode_attention import fused_attend
-from tunix_lite.models import attention, decoder, layer_by_layer, rope
+from tunix_lite.models import attention, decoder, rope
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.programs import Programs, SamplerSpec
-from tunix_lite.rollout.settings import GenerationConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
 SIZES |= {"mlp_dim": 48, "window": 6, "pattern": ("local", "global"), "query_scale": 32}
@@ -24,38 +22,9 @@ GEMMA2 = Architecture(**SIZES | {"qk_norm": False, "attn_softcap": 5.0, "num_hea
 QWEN2 = Architecture(**SIZES | {"qk_norm": False, "qkv_bias": True, "norm_plus_one": False, "num_heads": 4})
 
 
-def on_mesh(fsdp: int, tp: int) -> None:
-    jax.set_mesh(make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp]))
-
-
-def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
-    """(cache, hidden) after two tokens, of slots that hold random keys and values."""
-    rng = np.random.default_rng(0)
-
-    def normal(x, scale: float = 0.3) -> np.ndarray:
-        return rng.normal(0, scale, x.shape).astype(np.float32)
-
-    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg))
-    spec = SamplerSpec(cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, fused=fused, interpret=fused)
-    programs = Programs(spec)
-    slots = programs.make_slots(len(lengths))
-
-    def filled(x: jax.Array) -> jax.Array:
-        return jax.device_put(normal(x, 1.0), x.sharding)
-
-    slots = slots.replace(
-        cache=jax.tree.map(filled, slots.cache),
-        hidden=filled(slots.hidden),
-        lengths=jax.device_put(np.array(lengths, np.int32), slots.lengths.sharding),
-        limits=jax.device_put(np.full(len(lengths), 99, np.int32), slots.limits.sharding),
-        running=jax.device_put(np.full(len(lengths), True), slots.running.sharding),
-    )
-    after, _ = programs.decode(slots, layer_by_layer.per_layer_params(params, cfg, jnp.float32), np.float32(1))
-    return jax.device_get((after.cache, after.hidden))
-
-
-def assert_same(cfg: Architecture, lengths: list[int]) -> None:
-    plain, fused = (decoded(cfg, fused, lengths) for fused in (False, True))
+def assert_same(cfg: Architecture) -> None:
+    """Of the cache and the hidden states."""
+    plain, fused = (decode_random(cfg, LENGTHS, fused=fused)[3] for fused in (False, True))
     assert np.abs(plain[1]).max() > 0.1
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -67,7 +36,7 @@ LENGTHS = [0, 4, 66, 68]
 
 def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
     """Norms, rotation, the two writes, and attention to the columns in use, of a ring and of a longer cache."""
-    on_mesh(1, 1)
+    set_mesh(1, 1)
     rng = np.random.default_rng(2)
     newest_B = jnp.array(LENGTHS)
     q_BNH, k_BKH, v_BKH = (rng.normal(size=(4, heads, 32)).astype(np.float32) for heads in (6, 2, 2))
@@ -95,11 +64,11 @@ def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
 @pytest.mark.wide
 @pytest.mark.parametrize("cfg", [GEMMA3, GEMMA2, QWEN2], ids=["norms", "soft cap", "biases"])
 def test_decoding_with_the_fused_kernel_equals_plain_products(cfg):
-    on_mesh(1, 1)
-    assert_same(cfg, LENGTHS)
+    set_mesh(1, 1)
+    assert_same(cfg)
 
 
 @pytest.mark.wide
 def test_each_device_decodes_its_own_slots_and_heads():
-    on_mesh(2, 2)
-    assert_same(GEMMA3, LENGTHS)
+    set_mesh(2, 2)
+    assert_same(GEMMA3)

@@ -15,9 +15,9 @@ from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.decoder import Products
 
-# 80 and 48 columns are no multiple of a tile's; 21 rows neither.
+# 80 and 48 columns are no multiple of a tile's; 21 rows neither. The vocabulary is drawn from in three pieces.
 CFG = Architecture(
-    vocab_size=96,
+    vocab_size=300,
     num_layers=2,
     embed_dim=48,
     num_heads=4,
@@ -88,19 +88,22 @@ def test_each_product_is_the_plain_one(dtype):
 def assert_same(cfg: Architecture) -> None:
     plain, fused = (decode_random(cfg, fused=fused) for fused in (False, True))
     np.testing.assert_array_equal(plain[0], fused[0])
-    np.testing.assert_allclose(plain[1], fused[1], atol=1e-4)
+    for one, other in zip(plain[1:3], fused[1:3], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 def test_decoding_draws_the_tokens_of_plain_products():
+    """With a head of its own."""
     set_mesh(1, 1)
-    assert_same(CFG)
+    assert_same(replace(CFG, tied=False))
 
 
 @pytest.mark.wide
-def test_over_a_mesh_each_device_multiplies_what_it_holds():
-    """Biases as in Qwen 2.5, no norms after the parts of a layer."""
+def test_over_a_mesh_each_device_multiplies_what_it_holds_and_draws_for_its_slots_from_its_part_of_the_vocabulary():
+    """Biases as in Qwen 2.5, no norms after the parts of a layer, and a soft cap."""
     set_mesh(2, 2)
-    assert_same(replace(CFG, mlp_dim=64, qkv_bias=True, post_norms=False, activation="silu"))
+    cfg = replace(CFG, mlp_dim=64, qkv_bias=True, post_norms=False, activation="silu")
+    assert_same(replace(cfg, final_softcap=3.0))
 
 
 # ---- what it is for

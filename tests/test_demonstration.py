@@ -1,14 +1,16 @@
 """A teacher that reads the expected answer: alignment by hand, and a wrong column before anything is compiled."""
 
-import json
-
 import numpy as np
 import pytest
+from conftest import rows_of
+from model_checks import write_with_tokenizer
+from test_held_out_loss import SMALL
 from test_preferences import QUICK
 
 from tunix_lite.algorithms.distill import after_prompts
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch
+from tunix_lite.models.families import GEMMA3
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
@@ -51,8 +53,10 @@ def test_the_teacher_reads_the_answer_of_each_example():
 
 def test_the_prompt_of_the_policy_as_demonstration_changes_nothing(tmp_path):
     """The same weights with the same message, in longer rows: nothing to learn."""
+    folder = write_with_tokenizer(tmp_path / "model", SMALL, GEMMA3)
+    weights = [f"model.weights={folder}", f"algorithm.teacher.weights={folder}"]
     asked = ["algorithm.teacher.prompt='What is {question}?'", "algorithm.teacher.max_prompt_length=44"]
     more = ["algorithm.divergence=reverse", "training.max_steps=1", "training.packing=prefix"]
-    train(compose([*TEACHER, *asked, *more, *QUICK]), tmp_path)
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert abs(json.loads(line)["train/teacher_divergence"]) <= 1e-6
+    train(compose([*TEACHER, *weights, *asked, *more, *QUICK]), tmp_path / "run")
+    (row,) = rows_of(tmp_path / "run")
+    assert abs(row["train/teacher_divergence"]) <= 1e-6

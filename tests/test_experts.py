@@ -278,13 +278,14 @@ def test_a_mixture_compiles_for_an_h100(products, shape, dtype):
 
 
 def meta_of(tokens, packed=False):
-    """Rows of one sequence, the first token of row 0 padding; or two sequences in each row."""
-    if not packed:
-        return attention.one_sequence_per_row(np.arange(tokens.shape[1]) >= (np.arange(len(tokens)) == 0)[:, None])
-    half = tokens.shape[1] // 2
-    positions = np.tile(np.arange(half, dtype=np.int32), (len(tokens), 2))
-    segments = np.repeat(np.int32([1, 2]), half)[None].repeat(len(tokens), 0)
-    return attention.AttentionMeta(jnp.asarray(positions), jnp.asarray(segments))
+    """Rows of one sequence, the first token of row 0 padding; or two sequences in each row. Of the same types, so that one
+    program reads both."""
+    half, rows = tokens.shape[1] // 2, np.arange(len(tokens))[:, None]
+    meta = attention.one_sequence_per_row(np.arange(2 * half) >= (rows == 0))
+    if packed:
+        segments = np.repeat([1, 2], half) + 0 * rows
+        meta = attention.AttentionMeta(np.tile(np.arange(half), 2) + 0 * rows, segments)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), meta)
 
 
 def dense_mixture(x, ids, weights, w, cfg, *_):

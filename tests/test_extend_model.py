@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_params
-from model_checks import check_sampled, groups, layout_of, losses, sampled
+from conftest import random_params, rows_of
+from model_checks import check_sampled, groups, layout_of, losses, sampled, write_with_tokenizer
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder, hf, source, weights
 from tunix_lite.models.architecture import repeated
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
-from tunix_lite.models.source import BUNDLED
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.train import train
@@ -64,16 +62,8 @@ def architecture(option: str) -> decoder.Architecture:
     return compose([f"model={option}"], "docs/extend/example/conf").model.architecture
 
 
-def write_model(folder: Path, cfg, family) -> Path:
-    """A random model in Hugging Face layout, with the bundled tokenizer."""
-    shutil.copytree(BUNDLED, folder, dirs_exist_ok=True)
-    hf.save_params(random_params(cfg), cfg, family, folder, "F32")
-    (folder / "config.json").write_text(json.dumps(config_json(cfg, family)))
-    return folder
-
-
 def check_found(run: RunConfig, cfg, family) -> None:
-    """The run's model is the one that write_model wrote."""
+    """The run's model is the one that write_with_tokenizer wrote."""
     found = source.locate(run.model)
     assert (found.cfg, found.family) == (cfg, family)
     jax.tree.map(np.testing.assert_array_equal, source.load_weights(found)[1], random_params(cfg))
@@ -99,12 +89,12 @@ def test_a_tiny_size_trains_from_random_weights(command, tmp_path):
 @pytest.mark.parametrize("command", [SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML])
 def test_a_folder_of_that_size_is_taken(command, tmp_path):
     cfg = architecture("llama_tiny")
-    check_found(run_of(command, folder=write_model(tmp_path, cfg, LLAMA)), cfg, LLAMA)
+    check_found(run_of(command, folder=write_with_tokenizer(tmp_path, cfg, LLAMA)), cfg, LLAMA)
 
 
 def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
     cfg = replace(architecture("llama_tiny"), num_layers=3)
-    write_model(tmp_path, cfg, LLAMA)
+    write_with_tokenizer(tmp_path, cfg, LLAMA)
     (words,) = [body for language, _, body in blocks(PAGE) if language == "text"]
     with pytest.raises(ValueError) as error:
         source.locate(run_of(SIZE_OF_A_FOLDER, folder=tmp_path).model)
@@ -115,7 +105,7 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
 
 def test_a_kind_of_layer_trains(tmp_path):
     check_trained(train(run_of(KIND, *QUICK), tmp_path), tmp_path)
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (row,) = rows_of(tmp_path)
     assert 0 < row["train/sampler_gap"] < 1e-6, "sampling gives what training computes"
     shapes = {path: w.shape for path, w in weights.flatten(decoder.weights(MIXED)).items() if path.endswith("/q")}
     assert shapes == {"layers/HEAD_SCALE/q": (3, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}, "a stack for each kind"
@@ -124,7 +114,7 @@ def test_a_kind_of_layer_trains(tmp_path):
 def check_trained(state, folder: Path) -> None:
     """One step with a finite loss, and some gradient."""
     assert int(state.step) == 1
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = rows_of(folder)
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
 
 
@@ -161,14 +151,14 @@ def test_a_kind_of_ones_own_is_scanned_over_its_period_and_samples_what_it_score
 def test_a_mistral_is_written_and_read_back(window, tmp_path):
     mistral = find_family("mistral.MISTRAL")
     cfg = replace(architecture("mistral_tiny"), pattern=("local" if window else "global",), window=window)
-    write_model(tmp_path, cfg, mistral)
+    write_with_tokenizer(tmp_path, cfg, mistral)
     check_found(run_of(FAMILY_OF_A_FOLDER, folder=tmp_path), cfg, mistral)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["sliding_window"] == window and "layer_types" not in written
 
 
 def test_a_family_that_is_not_named_or_not_there_is_said(tmp_path):
-    write_model(tmp_path, architecture("mistral_tiny"), find_family("mistral.MISTRAL"))
+    write_with_tokenizer(tmp_path, architecture("mistral_tiny"), find_family("mistral.MISTRAL"))
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"mistral"', '"mixtral"'))
     with pytest.raises(ValueError, match=r"model_type is 'mixtral'; supported is .*docs/extend/model says how to add"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import decode_random, set_mesh
+from conftest import set_mesh
 
 from tunix_lite.kernels import fused_draw
 from tunix_lite.models.architecture import Architecture
@@ -16,7 +16,6 @@ SIZES = {"num_layers": 1, "embed_dim": 48, "num_heads": 2, "num_kv_heads": 1, "h
 SIZES |= {"window": None, "pattern": ("global",), "query_scale": 32}
 # Three pieces of the vocabulary, of which the last is not full.
 CAPPED = Architecture(vocab_size=300, final_softcap=3.0, **SIZES)
-LLAMA = Architecture(vocab_size=300, tied=False, **SIZES)
 
 
 def row_keys(count: int) -> tuple[jax.Array, jax.Array]:
@@ -77,24 +76,6 @@ def test_the_first_of_equal_tokens_wins_and_the_last_one_stands_for_nan():
     np.testing.assert_array_equal(tokens, [0, 40, 299, 299])
     expected = [-np.log(172), 2 - np.log(2 * np.exp(2) + 170), np.nan, 5 - np.log(np.exp(5) + 171)]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
-
-
-def assert_same(cfg: Architecture) -> None:
-    plain, fused = (decode_random(cfg, fused=fused) for fused in (False, True))
-    np.testing.assert_array_equal(plain[0], fused[0])
-    for one, other in zip(plain[1:], fused[1:], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-def test_decoding_with_a_head_of_its_own_draws_the_tokens_of_plain_products():
-    set_mesh(1, 1)
-    assert_same(LLAMA)
-
-
-@pytest.mark.wide
-def test_each_device_draws_for_its_own_slots_from_its_own_part_of_the_vocabulary():
-    set_mesh(2, 2)
-    assert_same(replace(CAPPED, num_kv_heads=2))
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="there Triton itself compiles while lowering")

@@ -218,9 +218,9 @@ MOVED = {
 }
 
 
-def check_slopes(params, grads) -> None:
-    """Compares the gradient along random directions with differences of the loss by the formulas."""
-    batch = groups()
+def test_gradients_are_the_slopes_of_the_formulas(params, exact):
+    """Along random directions, by differences of the loss."""
+    batch, grads = groups(), exact[1]
 
     def loss(moved):
         return (by_formulas(moved, batch.tokens[:6], batch.token_mask[:6]) * batch.loss_weight[:6]).sum()
@@ -238,29 +238,6 @@ def check_slopes(params, grads) -> None:
 
         slope = (at(1e-6) - at(-1e-6)) / 2e-6
         np.testing.assert_allclose((hf.flatten(grads)[path] * direction).sum(), slope, rtol=1e-6, err_msg=path)
-
-
-def test_gradients_are_the_slopes_of_the_formulas(params, exact):
-    check_slopes(params, exact[1])
-
-
-@pytest.mark.wide
-def test_gradients_that_stop_at_the_readers_are_seen(params, monkeypatch):
-    """The test above fails where the layers that read keys and values do not pass gradients on to their source."""
-    one_layer = decoder._one_layer
-
-    def stopped(*settings):
-        def run(*arrays):
-            x, kept = one_layer(*settings)(*arrays)
-            return x, jax.lax.stop_gradient(kept)
-
-        return run
-
-    monkeypatch.setattr(decoder, "_one_layer", stopped)
-    with jax.enable_x64(True):
-        _, grads = losses(params, groups(), layout_of("none"), jnp.float64, CFG)
-    with pytest.raises(AssertionError, match="layers/local/k"):
-        check_slopes(params, grads)
 
 
 def on_mesh(params: dict) -> dict:
@@ -424,7 +401,7 @@ def test_adapters_go_to_the_modules_of_the_files_and_come_back(is_wrapped, tmp_p
     tensors = hf.read_tensors(tmp_path / peft.TENSORS)
     within = "base_model.model.model." + ("language_model." if is_wrapped else "")
     assert tensors[f"{within}layers.4.mlp.gate_proj.lora_B.weight"].shape == (48, 3)
-    assert tensors[f"{within}per_layer_model_projection.lora_B.weight"].shape == (48, 3)
+    assert tensors[f"{within}per_layer_model_projection.lora_B.weight"].shape == (36, 3)
     assert f"{within}layers.4.self_attn.k_proj.lora_B.weight" not in tensors
     read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), CFG, GEMMA4)
     jax.tree.map(np.testing.assert_array_equal, peft.load_adapters(tmp_path, CFG, GEMMA4, read), adapters)

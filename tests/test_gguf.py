@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
 from flax.traverse_util import unflatten_dict
+from model_checks import write_model
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.basics.errors import ConfigError
@@ -22,7 +23,7 @@ from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import LONG, load
 from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.architecture import Architecture, RopeScaling
-from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
+from tunix_lite.models.families import FAMILIES, as_computed, read_config
 from tunix_lite.models.gguf_file import open_gguf
 from tunix_lite.models.gguf_out import save_gguf, save_gguf_adapter
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -143,8 +144,7 @@ def models(tmp_path_factory):
     for arch, cfg in CFGS.items():
         set_mesh(1, 1)
         folder = tmp_path_factory.mktemp(arch)
-        hf.save_params(random_params(cfg), cfg, FAMILIES[arch], folder, "F32")
-        (folder / "config.json").write_text(json.dumps(config_json(cfg, FAMILIES[arch])))
+        write_model(folder, random_params(cfg), cfg, FAMILIES[arch])
         file = tmp_path_factory.mktemp(arch) / "model.gguf"
         made[arch] = folder, write(file, arch, keys_of(arch, cfg), tensors_of(arch, cfg, folder))
     return made
@@ -498,8 +498,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_not_kept(tmp_path, models, ch
     folder = tmp_path / "model"
     folder.mkdir()
     Tokenizer.load(models["gemma3"][1]).backend.save(str(folder / "tokenizer.json"))
-    hf.save_params(random_params(cfg), cfg, FAMILIES["gemma3"], folder, "F32")
-    (folder / "config.json").write_text(json.dumps(config_json(cfg, FAMILIES["gemma3"], eos_token_id=1)))
+    write_model(folder, random_params(cfg), cfg, FAMILIES["gemma3"], eos_token_id=1)
     with pytest.raises(ConfigError, match=message):
         exporting.export(load(folder, dtype="fp32"), tmp_path / "x", "gguf", gguf_type="q8_0")
     assert not (tmp_path / "x").exists()

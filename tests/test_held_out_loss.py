@@ -9,11 +9,15 @@ from unittest.mock import MagicMock
 import jax
 import numpy as np
 import pytest
+from conftest import rows_of
+from model_checks import write_with_tokenizer
 
 from tunix_lite.api import load
 from tunix_lite.basics.best import Best, is_lower_better
 from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.models import attention, decoder
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.families import GEMMA3
 from tunix_lite.rewards.similarity import RougeL
 from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import build_learner
@@ -31,6 +35,7 @@ SFT = [*TINY, "algorithm=sft", "training.prompts_per_step=4", "generation.max_ne
        "evaluation.num_examples=0", "evaluation.loss_examples=10", "evaluation.interval_steps=1",
        "optimizer.learning_rate=1e-2", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
        "tracking.tensorboard=false"]  # fmt: skip
+SMALL = Architecture(512, 1, 16, 2, 1, 8, 24, pattern=("global",), window=None, query_scale=8)
 # of steps 1 to 6
 SCORES = [1.0, 3.0, 2.0, 2.5, 9.0, 1.0]
 RANKED = ["training.best_metric=mine/score", "training.best_is=highest", "training.keep_best_checkpoints=1",
@@ -40,10 +45,6 @@ RANKED = ["training.best_metric=mine/score", "training.best_is=highest", "traini
 
 def scored(done) -> dict:
     return {"mine/score": SCORES[done.step - 1]}
-
-
-def rows_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def logits_of(params, cfg, tokens, mask) -> np.ndarray:
@@ -195,7 +196,9 @@ def test_the_loss_of_held_out_pairs_is_dpos(tmp_path):
 @pytest.mark.parametrize("divergence", ["token", pytest.param("reverse", marks=pytest.mark.wide)])
 def test_the_held_out_loss_of_distillation_is_the_same_in_any_number_of_parts(divergence, tmp_path):
     """And of a teacher that is the policy itself it is 0."""
+    folder = write_with_tokenizer(tmp_path / "model", SMALL, GEMMA3)
     settings = [ONE, "algorithm=distill", "algorithm.num_generations=2", f"algorithm.divergence={divergence}",
+                f"model.weights={folder}", f"algorithm.teacher.weights={folder}",
                 "generation.max_new_tokens=8", "evaluation.num_examples=0", "evaluation.loss_examples=3"]  # fmt: skip
 
     def moved(params):

@@ -59,7 +59,7 @@ def test_each_device_reads_only_its_slice(folder, monkeypatch):
 @pytest.mark.parametrize("storage, mesh", [pytest.param("bf16", (2, 2), marks=pytest.mark.wide), ("nf4", (2, 2))])
 def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, storage, mesh):
     set_mesh(*mesh)
-    cfg = Architecture(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
+    cfg = Architecture(64, 6, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
     hf.save_params(random_params(cfg), cfg, LLAMA, tmp_path)
     allowed, total = {}, 0  # tensor -> bytes of its leaf and those before it
     for path, leaf in hf.flatten(stored_table(decoder.weights(cfg), storage)).items():

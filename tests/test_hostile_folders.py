@@ -22,7 +22,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import random_params
+from conftest import random_params, set_mesh
+from model_checks import write_with_tokenizer
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
@@ -38,10 +39,10 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.models import decoder, hf, peft, source
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import ChatTemplate
-from tunix_lite.models.families import LLAMA, config_json
+from tunix_lite.models.families import LLAMA
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.source import BUNDLED, ModelConfig
-from tunix_lite.models.tokenizer import FILES, Tokenizer, as_data
+from tunix_lite.models.source import ModelConfig
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.report.evidence import read_evidence
@@ -72,16 +73,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
 def good(tmp_path_factory):
     """A model, an adapter of it, and a run that trained it: folders in which nothing is wrong."""
     folder = tmp_path_factory.mktemp("good")
-    from conftest import set_mesh
-
     set_mesh(1, 1)
-    for name in (*FILES, "generation_config.json"):
-        if (BUNDLED / name).is_file():
-            (folder / "model").mkdir(exist_ok=True)
-            shutil.copyfile(BUNDLED / name, folder / "model" / name)
     params = random_params(CFG)
-    hf.save_params(params, CFG, LLAMA, folder / "model", "F32")
-    (folder / "model" / "config.json").write_text(json.dumps(config_json(CFG, LLAMA)))
+    write_with_tokenizer(folder / "model", CFG, LLAMA)
 
     (folder / "adapter").mkdir()
     adapters = init_params(adapter_weights(decoder.weights(CFG), LORA), jax.random.key(0))
