@@ -14,7 +14,7 @@ from test_checkpoint import state_of
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands.train import _look_at as look_at
-from tunix_lite.runs.setup import prepare, write_fingerprint
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained

@@ -42,7 +42,7 @@ from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.families import LLAMA
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.tokenizer import Tokenizer, as_data
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.report.evidence import read_evidence

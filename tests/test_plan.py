@@ -412,16 +412,9 @@ def test_supervised_learning_samples_only_to_evaluate(cfg):
 
 
 STARTS = [
-    "model=random",
-    "model.architecture.num_layers=1",
-    "training.max_steps=2",
-    "training.prompts_per_step=2",
-    "algorithm.num_generations=4",
-    "algorithm.kl_coef=0.1",
-    "generation.max_new_tokens=8",
-    "evaluation.num_examples=0",
-    "tracking.tensorboard=false",
-    "model.mesh_shape=[[1,1],[fsdp,tp]]",
+    *("model=random", "model.architecture.num_layers=1", "training.max_steps=2", "training.prompts_per_step=2"),
+    *("algorithm.num_generations=4", "algorithm.kl_coef=0.1", "generation.max_new_tokens=8"),
+    *("evaluation.num_examples=0", "tracking.tensorboard=false", "model.mesh_shape=[[1,1],[fsdp,tp]]"),
 ]
 
 
