@@ -17,8 +17,8 @@ from tunix_lite.models.vocabulary import (
     block_products,
     block_tokens,
     constrained,
-    numbered,
     pulled_back,
+    scan_blocks,
     softcapped,
     table_in_blocks,
     zero_sums,
@@ -102,7 +102,7 @@ def _forward(
     teacher_NPSE: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence; and the logarithms of both totals and the sum of slopes, all [B, M]."""
-    blocks = numbered(table_NPSD, teacher_NPSE)
+    tables = (table_NPSD, teacher_NPSE)
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def both(index: jax.Array, ours_PSD: jax.Array, theirs_PSE: jax.Array) -> list[jax.Array]:
@@ -122,7 +122,7 @@ def _forward(
         return tuple(grown), None
 
     start = (zeros + BELOW_ALL, zeros)
-    sums, _ = jax.lax.scan(add_totals, (start, start), blocks)
+    sums, _ = scan_blocks(add_totals, (start, start), *tables)
     # the parts of the vocabulary [B, M, P] meet here, for the first time
     totals = [jax.nn.logsumexp(top + jnp.log(total), axis=-1) for top, total in sums]
 
@@ -133,7 +133,7 @@ def _forward(
         terms = (jnp.where(is_token, x, 0.0) for x in kind.of(ours, theirs))
         return tuple(x + jnp.sum(term, axis=-1) for x, term in zip(sums, terms)), None
 
-    sums, _ = jax.lax.scan(add_terms, (zeros, zeros), blocks)
+    sums, _ = scan_blocks(add_terms, (zeros, zeros), *tables)
     # the parts of the vocabulary meet here
     value, slopes = (jnp.sum(x, axis=-1) for x in sums)
     return value, (*totals, slopes)
