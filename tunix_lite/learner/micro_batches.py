@@ -22,8 +22,8 @@ from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 Tree = Any
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Tree, Metrics]
-# what a micro-batch gives
-OfPart = Callable[[RowBatch], Sums]
+# what a micro-batch gives; where it has gradients, it may be called with a `Total`, too
+OfPart = Callable[..., Sums]
 Summand = jax.Array | Max
 
 
@@ -50,6 +50,9 @@ def accumulate(
     """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
     metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
 
+    fn(rows) -> (grads, metrics). If it has gradients, fn(rows, total) -> ({}, metrics) adds them to
+    `total`, a tree of references to their sums, where they arise.
+
     grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
     mesh once in `sync_every` micro-batches."""
 
@@ -65,7 +68,7 @@ def accumulate(
     elif sync_every > 1:
         sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
     else:
-        sums = _sum_parts(fn, cut(batch), batch.num_used, place)
+        sums = _sum_parts(fn, cut(batch), batch.num_used, place, in_place=True)
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
@@ -74,8 +77,10 @@ def _sum_parts(
     batch: Tree,
     num_parts: int | jax.Array,
     place: Callable[[Sums], Sums],
+    in_place: bool = False,
 ) -> Sums:
-    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
+    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
+    in_place: fn adds its gradients itself, unless their sums are wider than they are."""
 
     def start_of(x: Summand) -> Summand:
         if _is_max(x):
@@ -83,15 +88,25 @@ def _sum_parts(
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-    def add(i: jax.Array, total: Sums) -> Sums:
-        part = place(fn(part_of(batch, i)))
-        return jax.tree.map(operator.add, total, part, is_leaf=_is_max)
-
     # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
     start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
+    grads, metrics = start
+    total = None
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(like[0]))
+    if in_place and grads and all(x.dtype == y.dtype for x, y in pairs):
+        # Otherwise the sums and the gradients of a part would be there at once.
+        total = jax.tree.map(jax.new_ref, grads)
+        start = ({}, metrics)
+
+    def add(i: jax.Array, sums: Sums) -> Sums:
+        part = part_of(batch, i)
+        of_part = place(fn(part)) if total is None else fn(part, total)
+        return jax.tree.map(operator.add, sums, of_part, is_leaf=_is_max)
+
     # a traced number of parts: a loop of XLA, and not a scan
-    return jax.lax.fori_loop(0, num_parts, add, start)
+    grads, metrics = jax.lax.fori_loop(0, num_parts, add, start)
+    return (grads if total is None else jax.tree.map(jax.freeze, total)), metrics
 
 
 def part_of(batch: Tree, i: int | jax.Array) -> Tree:

@@ -112,13 +112,18 @@ class TrainStep:
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
 
-        def gradient(rows: RowBatch) -> Sums:
+        def gradient(rows: RowBatch, total: Any = None) -> Sums:
             rows = rows.with_constants(batch.constants)
-            grads, metrics = jax.grad(self.objective, has_aux=True)(params, frozen, rows)
-            # of a complex weight, jax gives the conjugate of the direction in which the loss rises
-            return jax.tree.map(jnp.conj, grads), metrics
+            loss = partial(self.objective, frozen=frozen, batch=rows)
+            value, pull, metrics = jax.vjp(loss, params, has_aux=True)
+            if total is not None:
+                pull.with_refs(total)(jnp.ones_like(value))
+                return {}, metrics
+            return pull(jnp.ones_like(value))[0], metrics
 
         grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every)
+        # of a complex weight, jax gives the conjugate of the direction in which the loss rises
+        grads = jax.tree.map(jnp.conj, grads)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
 
     def objective(
@@ -192,10 +197,16 @@ def apply(
     """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
     gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
     step is counted."""
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, _ = optimizer.update(grads, state.opt_state, state.params)
     norm = optax.tree.norm(grads)
     size = optax.tree.norm(updates)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
+
+    # The moments once more, now that this is known: those above would all be kept until then, and
+    # these take the place of the old ones. From the same arrays the compiler would make them once.
+    arrays = (grads, state.opt_state, state.params)
+    arrays = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
+    _, opt_state = optimizer.update(*arrays)
     params = optax.apply_updates(state.params, updates)
     moved = state.replace(params=params, opt_state=opt_state)
     new = jax.tree.map(partial(jnp.where, is_finite), moved, state)

@@ -289,14 +289,13 @@ def _in_pieces(
         *qkv: jax.Array,
     ) -> jax.Array:
         mask_BTS = attention_mask(window, q_meta, k_meta)
-        name = "scores" if fits else "scores of a piece"
-        return attend(cfg, *qkv, mask_BTS, name=name, sinks_N=sinks_N)
+        # Computed again in the backward pass: of such rows scores are most of what it would keep.
+        return attend(cfg, *qkv, mask_BTS, name="scores of a piece", sinks_N=sinks_N)
 
     T = q_BTNH.shape[1]
     S = k_BKSH.shape[2]
     length = piece_length(q_BTNH, S)
-    fits = length >= T
-    if fits:
+    if length >= T:
         length = CAUSAL_PIECE
     else:
         # Otherwise the backward pass would keep the scores of all pieces at once.

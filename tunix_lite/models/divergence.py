@@ -17,7 +17,7 @@ from tunix_lite.models.vocabulary import (
     block_products,
     block_tokens,
     constrained,
-    numbered,
+    scan_blocks,
     scores_and_totals,
     softcapped,
     table_in_blocks,
@@ -97,7 +97,6 @@ def _forward(
     """The divergence; and the logarithms of both totals and the sum of slopes, all [B, M]."""
     kind, *specs = static
     teacher_NPSE = constrained(teacher_NPSE)
-    blocks = numbered(table_NPSD, teacher_NPSE)
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def both(index: jax.Array, ours_PSD: jax.Array, theirs_PSE: jax.Array) -> list[jax.Array]:
@@ -118,7 +117,7 @@ def _forward(
         terms = (jnp.where(is_token, x, 0.0) for x in kind.of(ours, theirs))
         return tuple(x + jnp.sum(term, axis=-1) for x, term in zip(sums, terms)), None
 
-    sums, _ = jax.lax.scan(add_terms, (zeros, zeros), blocks)
+    sums, _ = scan_blocks(add_terms, (zeros, zeros), table_NPSD, teacher_NPSE)
     # the parts of the vocabulary meet here
     value, slopes = (jnp.sum(x, axis=-1) for x in sums)
     return value, (*totals, slopes)

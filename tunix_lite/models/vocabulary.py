@@ -6,7 +6,7 @@ N blocks."""
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from tunix_lite.models.rounding import stored
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 
+# what a scan over blocks carries
+T = TypeVar("T")
 # Float32 logits that a device holds at once: 64 MiB.
 SCORES_AT_ONCE = 2**24
 # Below every logit: exp of it is 0.
@@ -135,9 +137,20 @@ def zero_sums(hidden_BMD: jax.Array, parts: int) -> jax.Array:
     return constrain(jnp.zeros((*hidden_BMD.shape[:2], parts), wide), "batch", "seq", "vocab")
 
 
-def numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
-    """The blocks of tables with their numbers, to scan over."""
-    return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
+def scan_blocks(
+    one_block: Callable[[T, tuple], tuple[T, Any]], start: T, *tables_NPSD: jax.Array
+) -> tuple[T, Any]:
+    """lax.scan over the blocks of tables: one_block(carry, (number, a block [P, S, D] of each)) ->
+    (carry, output)."""
+    # XLA for CPUs would copy each table for a dim of size 1.
+    blocks = [x.squeeze(1) if x.shape[1] == 1 else x for x in tables_NPSD]
+
+    def of_number(carry: T, block: tuple) -> tuple[T, Any]:
+        number, *parts = block
+        parts = [x.reshape(whole.shape[1:]) for x, whole in zip(parts, tables_NPSD)]
+        return one_block(carry, (number, *parts))
+
+    return jax.lax.scan(of_number, start, (jnp.arange(len(blocks[0])), *blocks))
 
 
 def with_gradients(
@@ -192,7 +205,7 @@ def with_gradients(
             of_block = product("bmps,bmd->psd", slope, hidden_BMD)
             return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
 
-        total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *tables))
+        total, of_table = scan_blocks(one_block, zeros_PBMD, table_NPSD, *tables)
         of_hidden = jnp.sum(total, axis=0).astype(hidden_BMD.dtype)
         return of_hidden, of_table, *[None] * len(others)
 
@@ -236,7 +249,7 @@ def scores_and_totals(
         return (higher, total, weighted, chosen), None
 
     start = (zeros + BELOW_ALL, zeros, zeros, zeros)
-    (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, numbered(table_NPSD))
+    (top, total, weighted, chosen), _ = scan_blocks(one_block, start, table_NPSD)
 
     # The parts of the vocabulary meet here, in three small sums.
     highest = jnp.max(top, axis=-1, keepdims=True)

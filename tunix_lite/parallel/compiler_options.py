@@ -23,16 +23,10 @@ FOR_DECODING: OptionsByPlatform = {
 }
 
 # XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
-# once. For six layers without a loop that was 1,052 MB of temporaries in place of 979, and nothing
-# was faster for it (docs/log.md, 25 November 2026).
-_FOR_UNROLLED_UPDATES: OptionsByPlatform = {
+# once. Nothing was faster for it (docs/log.md, 25 and 28 November 2026).
+FOR_UPDATES: OptionsByPlatform = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
-
-
-def update_options(scan_layers: bool) -> OptionsByPlatform:
-    """The options of an update, by platform; scan_layers: of decoder.forward."""
-    return {} if scan_layers else _FOR_UNROLLED_UPDATES
 
 
 def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:

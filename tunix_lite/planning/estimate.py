@@ -344,8 +344,13 @@ class MemoryEstimate:
             has_scores = kind != "delta" and resolved.attention == "xla"
             if remat in ("none", "save_all") and has_scores:
                 heads = cfg.num_heads // tp
-                scores = [heads * math.prod(part) for part in self.attended(rows, width)]
                 times = 3 if remat == "save_all" else 1
+                # Scores of long rows are computed again (attention.xla).
+                scores = [
+                    heads * math.prod((lanes, queries, keys))
+                    for lanes, queries, keys in self.attended(rows, width)
+                    if times > 1 or keys > queries or queries < 2 * attention.CAUSAL_PIECE
+                ]
                 at_once = [one for one in scores if one <= attention.SCORES_AT_ONCE]
                 size += 4 * times * sum(at_once)
             total += count * size

@@ -15,7 +15,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.settings.config import RunConfig, TrainingConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
-_TOKENS_AT_ONCE = 2048
+TOKENS_AT_ONCE = 2048
 # that a row of shared prompts may have in any case: then most of what can be shared is
 _LANES = 4
 # of a row's width that room for further prompts may add to it
@@ -142,11 +142,18 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
-def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) -> RowLayout:
+def plan_rows(
+    run: RunConfig,
+    batch: BatchPlan,
+    has_large_head: bool = False,
+    tokens_at_once: int = TOKENS_AT_ONCE,
+) -> RowLayout:
     """Plans the rows of a batch's sequences. has_large_head: whether scoring fewer tokens saves so
-    much that it is worth programs of its own (resolved.has_large_head). Raises ConfigError if the
-    longest does not fit into a micro-batch."""
+    much that it is worth programs of its own (resolved.has_large_head). tokens_at_once: of packed
+    rows in a micro-batch of a shard, if no setting says. Raises ConfigError if the longest does not
+    fit into a micro-batch."""
     settings = run.training
+    at_once = settings.micro_batch_tokens or tokens_at_once
     if not settings.is_packed:
         scored = run.generation.max_new_tokens
         return RowLayout("none", batch.num_micro_batches, scored, num_rows=batch.sequences)
@@ -169,11 +176,11 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
             RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)
         ]
         tokens_given = settings.micro_batch_tokens
-        most = tokens_given or max(_TOKENS_AT_ONCE, prompt + _LANES * new)
+        most = tokens_given or max(TOKENS_AT_ONCE, prompt + _LANES * new)
 
         def tokens(shape: RowShape) -> int:
             rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-            return math.prod(_parts(settings, batch.fsdp, shape, rows)) * shape.width
+            return math.prod(_parts(settings, batch.fsdp, shape, rows, at_once)) * shape.width
 
         # rounded, it may be a token too wide
         fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
@@ -186,18 +193,19 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
         more_prompts = min(int(added // prompt), batch.prompts - 1)
         shape = replace(shape, prefix_columns=prompt * (1 + more_prompts))
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-    parts, rows_per_part = _parts(settings, batch.fsdp, shape, most)
+    parts, rows_per_part = _parts(settings, batch.fsdp, shape, most, at_once)
     # at last: what narrows compiles more programs, and changes no row
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
 
 
 def _parts(
-    settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int
+    settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int, tokens: int
 ) -> tuple[int, int]:
-    """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
+    """Returns the fewest micro-batches for so many rows, and the rows of a shard in each. tokens:
+    of a shard in a micro-batch."""
     # one row at least, however wide it is
-    at_once = max(1, (settings.micro_batch_tokens or _TOKENS_AT_ONCE) // shape.width)
+    at_once = max(1, tokens // shape.width)
     every = settings.sync_gradients_every
     parts = -(-num_rows // (at_once * fsdp * every)) * every
     return parts, -(-num_rows // (parts * fsdp))

@@ -38,6 +38,7 @@ from tunix_lite.parallel.mesh import AXES, elements_on_device, resolve_mesh_shap
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
 from tunix_lite.settings.batch_size import (
+    TOKENS_AT_ONCE,
     BatchPlan,
     plan_batch,
     plan_rows,
@@ -48,6 +49,10 @@ from tunix_lite.settings.config import RunConfig
 # tokens is worth programs of its own.
 LARGE_HEAD = 2**22
 _LARGE_HEAD_SHARE = 0.15
+
+# Bytes of products that the backward pass of a micro-batch finds on a CPU, where nobody says how
+# many tokens it has. Products of 768 rows are as fast there as those of more.
+_KEPT_ON_CPU = 2**29
 
 
 @dataclass(frozen=True)
@@ -311,7 +316,8 @@ class ResolvedRun:
         if longest := scoring.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
-        rows = plan_rows(run, self.batch, has_large_head(model.cfg))
+        sizes = has_large_head(model.cfg), tokens_at_once(model.cfg, self.platform)
+        rows = plan_rows(run, self.batch, *sizes)
         return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
     @property
@@ -456,7 +462,7 @@ def resolve_run(
 
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
-    rows = plan_rows(run, batch, has_large_head(cfg))
+    rows = plan_rows(run, batch, has_large_head(cfg), tokens_at_once(cfg, platform))
     width = rows.width or sum(run.generation.lengths)
     tp = mesh_shape["tp"]
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
@@ -538,6 +544,19 @@ def has_large_head(cfg: Architecture) -> bool:
     return head >= max(
         LARGE_HEAD, _LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg))
     )
+
+
+def tokens_at_once(cfg: Architecture, platform: str) -> int:
+    """Returns the tokens of packed rows in a micro-batch of a shard, where no setting says."""
+    if platform != "cpu":
+        return TOKENS_AT_ONCE
+    outputs = sum(
+        math.prod(w.shape[w.num_counted + w.inputs :])
+        for kind in cfg.kinds_of_weights
+        for w in decoder.layer_weights(cfg, kind).values()
+        if w.inputs
+    )
+    return min(TOKENS_AT_ONCE, _KEPT_ON_CPU // (4 * outputs))
 
 
 def with_defaults(

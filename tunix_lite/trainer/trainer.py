@@ -39,7 +39,7 @@ from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
-from tunix_lite.parallel.compiler_options import update_options
+from tunix_lite.parallel.compiler_options import FOR_UPDATES
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
@@ -394,7 +394,6 @@ class Trainer:
         self.engine = SamplingEngine(
             model, self.run.rollout, max_prompt_length, max_new_tokens
         )
-        options = update_options(training.scan_layers)
         with error_context("training"):
             # the widest row that a datum may make
             longest = self.cfg.max_positions
@@ -415,7 +414,7 @@ class Trainer:
             scan_layers=training.scan_layers,
         )
         policy = Policy(None, scores)
-        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, FOR_UPDATES)
 
     @property
     def max_length(self) -> int:
