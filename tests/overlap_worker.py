@@ -60,7 +60,8 @@ def learned(params):
 
 def session_of(rollout, task, generation=GENERATION):
     algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
-    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
+    of_tokens = {"rollout": rollout, "rollouts_behind": rollout.max_staleness}
+    run = SimpleNamespace(algorithm=algorithm, generation=generation, seed=5, **of_tokens)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=3))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
     return SimpleNamespace(run=run, parts=parts, task=task, stopping=stopping)
