@@ -22,7 +22,11 @@ FAILED = {
     "rewards/not_numbers": "not_number",
 }
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
-NOTED = {f"rewards/{kind}": kind for kind in ("no_answer", "stopped", "cut")}
+NOTED = {
+    "rewards/no_answer": "no_answer",
+    "rewards/stopped": "stopped",
+    "rewards/cut": "cut",
+}
 
 
 def shared_outcomes(
