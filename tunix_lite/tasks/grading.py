@@ -22,7 +22,11 @@ FAILED = {
     "rewards/not_numbers": "not_number",
 }
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
-NOTED = {f"rewards/{kind}": kind for kind in Score.KINDS}
+NOTED = {
+    "rewards/no_answer": "no_answer",
+    "rewards/stopped": "stopped",
+    "rewards/cut": "cut",
+}
 
 
 def shared_outcomes(
@@ -105,8 +109,12 @@ def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]
     in dropped_of, in the order of graded.each. groups: the rows of each."""
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
-    numbers = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-    metrics = {f"reward/{name}": float(of(valid)) for name, of in numbers.items()}
+    metrics = {
+        "reward/mean": float(valid.mean()),
+        "reward/std": float(valid.std()),
+        "reward/min": float(valid.min()),
+        "reward/max": float(valid.max()),
+    }
     for place, (name, values_B) in enumerate(graded.each.items()):
         # a reward that failed counts 0; one that skips a completion does not count there
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]
@@ -141,13 +149,14 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
     ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
-    metrics = {
+    return {
         "completions/correct": float(np.mean(right_B)),
+        "completions/mean_length": float(lengths_B.mean()),
+        "completions/min_length": int(lengths_B.min()),
+        "completions/max_length": int(lengths_B.max()),
         "completions/truncated": float(1 - finished_B.mean()),
         "completions/eos": float(ended_by_eos_B.mean()),
+        "completions/mean_terminated_length": float(ended.mean()),
+        "completions/min_terminated_length": int(ended.min()),
+        "completions/max_terminated_length": int(ended.max()),
     }
-    for name, lengths in {"length": lengths_B, "terminated_length": ended}.items():
-        metrics[f"completions/mean_{name}"] = float(lengths.mean())
-        metrics[f"completions/min_{name}"] = int(lengths.min())
-        metrics[f"completions/max_{name}"] = int(lengths.max())
-    return metrics
