@@ -178,7 +178,7 @@ def export(
     # mkdtemp makes a folder that only its owner can read.
     partial.chmod(0o755)
     try:
-        with jax.set_mesh(model.mesh):
+        with jax.set_mesh(model.mesh), error_context(f"kind={kind}"):
             if kind in _ADAPTERS:
                 difference = _write_adapter(model, partial, kind)
             elif kind == "gguf":
@@ -248,10 +248,7 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
     """Writes all weights and the tokenizer as one file. Returns the difference after reading
     back."""
     source = model.source
-    with (
-        error_context("kind=gguf"),
-        BytesProgress(StandardError(), "writing", "the model") as on_bytes,
-    ):
+    with BytesProgress(StandardError(), "writing", "the model") as on_bytes:
         gguf_out.save_gguf(
             model.params,
             model.cfg,
@@ -267,8 +264,12 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
     )
 
 
-def _compare_files(model: LanguageModel, where: Path, tolerance: float) -> float:
-    """`_compare` with the model in a folder or a GGUF file. Raises ConfigError if it has another
+def _compare_files(
+    model: LanguageModel,
+    where: Path,
+    tolerance: float,
+) -> float:
+    """`_compare` with the model in a folder or a GGUF file. Raises ValueError if it has another
     architecture or cuts texts in another way."""
     source = model.source
     with error_context("what was written"):
@@ -278,14 +279,14 @@ def _compare_files(model: LanguageModel, where: Path, tolerance: float) -> float
         families.as_computed(model.cfg), families.as_computed(again)
     )
     if lost:
-        raise ConfigError(
+        raise ValueError(
             f"what was written is of another architecture: {'; '.join(lost)} (there)"
         )
     # of all tokens, also those for which the model has no embedding
     backends = (read.backend, source.tokenizer.backend)
     one, other = (x.encode(_PROBE, add_special_tokens=False).ids for x in backends)
     if one != other:
-        raise ConfigError(
+        raise ValueError(
             f"what was written has no tokenizer that cuts texts as {source.tokenizer.folder} does"
         )
     with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
@@ -306,9 +307,7 @@ def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
         read = source.lora
         file = folder / _GGUF_ADAPTER
         tensors = peft.to_tensors(adapters, cfg, family, read)
-        with error_context(f"kind={kind}"):
-            name = Path(base).name
-            gguf_out.save_gguf_adapter(tensors, cfg, family, read.alpha, file, name)
+        gguf_out.save_gguf_adapter(tensors, cfg, family, read.alpha, file, Path(base).name)
         tensors = gguf_out.read_gguf_adapter(file, tensors, cfg, family)
         again = peft.from_tensors(tensors, cfg, family, read)
     else:

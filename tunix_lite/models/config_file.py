@@ -182,13 +182,12 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     *most, last = ropes
     names = f"{', '.join(most)} or {last}" if most else last
     stretches = rope.keys() & {"factor", "short_factor", "long_factor"}
-    if stretches and "rope_type" not in rope:
-        key = min(stretches)
+    if "rope_type" not in rope and (stretches or kind not in ropes):
+        key = min(stretches, default="rope_theta")
         raise ValueError(
-            f"{key}={shown(rope[key])} has no rope_type beside it; add that key, which is {names}"
+            f"{key}={shown(rope.get(key))} has no rope_type beside it; add that key, which is "
+            f"{names}"
         )
-    if "rope_type" not in rope and kind not in ropes:
-        raise ValueError(f"rope_parameters has no rope_type; add it, which is {names}")
     if kind not in ropes:
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
     # transformers takes the length beside the rope object before the one in it.
