@@ -422,8 +422,7 @@ def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
     opened = partial(load, dtype="fp32", mesh_shape=((1, 1), ("fsdp", "tp")))
     own = opened("bundled")
     lora = LoraConfig(rank=2)
-    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=lora))):
-        loaded = opened(model)
+    for name, loaded in (("all", own), ("adapted", opened(ModelConfig(lora=lora)))):
         written = exporting.export(loaded, tmp_path / name, "gguf", gguf_type="f32")
         assert written.kind == "gguf" and written.difference < 1e-5
         assert written.serve == f"llama-server -m {tmp_path / name / 'weights.gguf'}"
