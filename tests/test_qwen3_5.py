@@ -373,7 +373,7 @@ def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_draw
         params, prompts, jax.random.fold_in(test_overlap.KEY, 0), test_overlap.GENERATIONS
     )
     sampler = PartialSampler(test_overlap.of_cfg(make_sampler, TWO))
-    _, after, metrics = test_overlap.carried_on(sampler, params, test_overlap.begun(), chunks=3)
+    _, after, metrics = test_overlap.carried_on(sampler, params, test_overlap.begun(), chunks=2)
     assert metrics["rollout/reread_tokens"] > 0
     resumed = rollout_of(after, prompts, GenerationConfig(PROMPT, NEW), 0, {})
     np.testing.assert_array_equal(resumed.tokens, whole.tokens)
