@@ -22,6 +22,7 @@ from tunix_lite.planning.flops import (
 from tunix_lite.settings.batch_size import plan_batch, plan_rows
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import TrainingConfig
+from tunix_lite.settings.resolved_run import find_model, tokens_at_once
 
 
 def run_with(G=8, **training) -> SimpleNamespace:
@@ -79,6 +80,15 @@ def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_long
         run = compose(["training.packing=sequences", f"generation.max_new_tokens={new}"])
         rows = plan_rows(run, plan_batch(run, 1))
         assert (rows.width, rows.rows_per_part) == (32 + new, rows_per_part)
+
+
+def test_on_a_cpu_a_large_model_has_fewer_tokens_in_a_micro_batch():
+    """30 layers of q and its output (2 x 576), keys and values (2 x 192), gate and up (2 x 1536) and down (576) in
+    float32 are 622,080 bytes a token, of which 2^29 bytes hold 863."""
+    cfg = find_model(compose(["model=smollm2_135m"]).model)[0]
+    assert tokens_at_once(cfg, "cpu") == 863
+    assert tokens_at_once(cfg, "tpu") == 2048
+    assert tokens_at_once(find_model(compose([]).model)[0], "cpu") == 2048
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tunix_lite.learner.optim import OptimizerConfig, SGDConfig, init_opt_state,
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
+from tunix_lite.parallel.compiler_options import FOR_UPDATES
 from tunix_lite.parallel.mesh import put
 
 
@@ -46,19 +47,23 @@ def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
     )
 
 
-def gradient_in_parts(cfg, params, batch, parts: int, dtype):
+def gradient_in_parts(cfg, params, batch, parts: int, dtype, in_place: bool = False):
     algorithm = GRPO(kl_coef=0.1)
 
-    def gradient(batch):
+    def gradient(batch, total=None):
         def loss(params):
             logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
             scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
             return algorithm.loss(scores, batch)
 
-        return jax.grad(loss, has_aux=True)(params)
+        if total is None:
+            return jax.grad(loss, has_aux=True)(params)
+        value, pull, metrics = jax.vjp(loss, params, has_aux=True)
+        pull.with_refs(total)(jnp.ones_like(value))
+        return {}, metrics
 
     fields = {name: value for name, value in vars(batch).items() if value is not None}
-    return jax.jit(partial(accumulate, gradient))(RowBatch(**fields, max_parts=parts))
+    return jax.jit(partial(accumulate, gradient, in_place=in_place))(RowBatch(**fields, max_parts=parts))
 
 
 def relative_difference(a, b) -> float:
@@ -70,6 +75,9 @@ def test_micro_batches_do_not_change_the_gradient(layer, rollout):
     batch = batch_of(rollout)
     whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
     summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
+    # where they arise, gradients are added in the same order
+    in_place, _ = gradient_in_parts(cfg, params, batch, 4, jnp.float32, in_place=True)
+    assert relative_difference(in_place, summed_up) < 1e-6
     assert relative_difference(summed_up, whole) < 1e-5
     for name in metrics:
         np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
@@ -161,6 +169,25 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong):
     assert metrics["train/skipped"] == 1 and metrics["train/update_norm"] == 0
     state, metrics = small_problem(max_grad_norm=1.0)
     assert metrics["train/skipped"] == 0 and num_updates(state.opt_state) == 1
+
+
+def test_an_update_of_two_micro_batches_has_two_arrays_as_large_as_the_weights():
+    """By its compiler: the sum of gradients and the change, and for a while new moments of one of eight weights. With a
+    gradient of each micro-batch, or all new moments at once, it is three and more."""
+    params = {str(i): jnp.full(50_000, 0.1) for i in range(8)}
+
+    def scores(params, batch):
+        scale = jnp.mean(batch.loss_weight)
+        sums = sum(jnp.sum(jnp.sin(scale * x)) for x in params.values())
+        return TokenScores(sums * batch.loss_weight, jnp.zeros_like(batch.loss_weight))
+
+    rows = np.ones((2, 3), np.int32)
+    fields = (put(x, "batch", "seq") for x in (rows, rows > 0, rows.astype(np.float32)))
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1), max_steps=2)
+    state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
+    train_step = TrainStep(Policy(None, scores), SFT(), optimizer, compiler_options=FOR_UPDATES)
+    compiled = train_step.compile(state, None, RowBatch(*fields, max_parts=2))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.6 * (8 * 50_000 * 4)
 
 
 def test_the_old_state_is_donated_and_the_step_counted(layer, rollout):

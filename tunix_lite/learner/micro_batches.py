@@ -22,7 +22,7 @@ from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 Tree = Any
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Tree, Metrics]
-# what a micro-batch gives; where it has gradients, it may be called with a `Total`, too
+# what a micro-batch gives; `accumulate` says what it is called with
 OfPart = Callable[..., Sums]
 Summand = jax.Array | Max
 
@@ -46,12 +46,14 @@ def accumulate(
     batch: RowBatch,
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
+    in_place: bool = False,
 ) -> Sums:
     """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
     metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
 
-    fn(rows) -> (grads, metrics). If it has gradients, fn(rows, total) -> ({}, metrics) adds them to
-    `total`, a tree of references to their sums, where they arise.
+    fn(rows) -> (grads, metrics). in_place: fn(rows, total) -> ({}, metrics), which adds each
+    gradient to `total`, a tree of references to their sums, where it arises, is called where it
+    can be: sums and gradients are of one dtype, and each micro-batch crosses the mesh.
 
     grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
     mesh once in `sync_every` micro-batches."""
@@ -68,7 +70,7 @@ def accumulate(
     elif sync_every > 1:
         sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
     else:
-        sums = _sum_parts(fn, cut(batch), batch.num_used, place, in_place=True)
+        sums = _sum_parts(fn, cut(batch), batch.num_used, place, in_place)
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
@@ -94,7 +96,7 @@ def _sum_parts(
     grads, metrics = start
     total = None
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(like[0]))
-    if in_place and grads and all(x.dtype == y.dtype for x, y in pairs):
+    if in_place and all(x.dtype == y.dtype for x, y in pairs):
         # Otherwise the sums and the gradients of a part would be there at once.
         total = jax.tree.map(jax.new_ref, grads)
         start = ({}, metrics)

@@ -121,7 +121,7 @@ class TrainStep:
                 return {}, metrics
             return pull(jnp.ones_like(value))[0], metrics
 
-        grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every)
+        grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every, True)
         # of a complex weight, jax gives the conjugate of the direction in which the loss rises
         grads = jax.tree.map(jnp.conj, grads)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics

@@ -296,14 +296,17 @@ class MemoryEstimate:
         return rows.rows_per_part * rows.num_parts * rows.width
 
     def gradient_bytes(self) -> int:
-        """Gradients as the weights are stored, and with several micro-batches the float32 sum of
-        them beside; with sync_gradients_every, one that is not divided over fsdp, too."""
+        """Gradients as the weights are stored, and with several micro-batches their float32 sums:
+        in their place if they are as wide, else beside; with sync_gradients_every, one that is not
+        divided over fsdp, too."""
         resolved = self.resolved
         trained = resolved.tables.networks
         total = resolved.table_bytes(trained)
+        is_per_shard = resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1
         if resolved.rows.num_parts > 1:
-            total += resolved.table_bytes(trained, jnp.float32)
-        if resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1:
+            sums = resolved.table_bytes(trained, jnp.float32)
+            total = sums if total == sums and not is_per_shard else total + sums
+        if is_per_shard:
             total += resolved.table_bytes(trained, jnp.float32, is_gathered=True)
         return total
 
