@@ -220,7 +220,6 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     field, keys = ROPES[kind]
     of_field = {"rope_scaling": RopeScaling, "yarn": Yarn, "longrope": LongRope}[field]
     types = get_type_hints(of_field)
-    # Llama 3 needs all fields, which may be absent in a linear scaling.
     numbers = {n: as_number(rope[key], key, types[n]) for n, key in keys.items()}
     return {field: of_field(**numbers)}
 

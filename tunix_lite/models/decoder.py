@@ -552,9 +552,16 @@ def per_layer_inputs(
     return constrain(by_layer, "layers", "batch", "seq", "per_layer")
 
 
-@jax.custom_vjp
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least."""
+    if jnp.finfo(table_VD.dtype).bits >= 32:
+        # Its gradient is a sum in float32 by itself.
+        return table_VD[tokens_BT]
+    return _lookup(table_VD, tokens_BT)
+
+
+@jax.custom_vjp
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return table_VD[tokens_BT]
 
 
@@ -567,7 +574,7 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
 
 
 # The backward pass reads only the shape and the dtype of the table.
-lookup.defvjp(lambda *arrays: (lookup(*arrays), arrays), _lookup_backward)
+_lookup.defvjp(lambda *arrays: (_lookup(*arrays), arrays), _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:

@@ -273,7 +273,8 @@ def _slopes(
 ) -> tuple[Callable[[jax.Array, tuple], jax.Array], tuple]:
     """d s_v = g (1[v = token] - p_v) - e p_v (log p_v + entropy)."""
     g, e, _ = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
-    targets, log_total, entropy = (x[..., None, None] for x in (*others, *sums))
+    (targets_BM,) = others
+    log_total, entropy = (x[..., None, None] for x in sums)
 
     def cotangent(products: jax.Array, block: tuple) -> jax.Array:
         index, block_PSD = block
@@ -284,7 +285,8 @@ def _slopes(
         # d logits, by the formula above.
         cotangent = 0.0
         if g is not None:
-            cotangent += g * ((tokens_PS == targets) - jnp.exp(logprobs))
+            is_target = tokens_PS == targets_BM[..., None, None]
+            cotangent += g * (is_target - jnp.exp(logprobs))
         if e is not None:
             weighted = e * jnp.exp(logprobs)
             cotangent -= weighted * jnp.where(tokens_PS >= 0, logprobs + entropy, 0.0)
