@@ -99,7 +99,7 @@ def test_the_leave_one_out_baseline_is_that_of_the_others_by_hand():
     rewards = np.array([1.0, 2.0, 6.0, 0.0, np.nan, 1.0])
     completion = np.array([[False, True, True], [False, True, False]] * 3)
     rollout = Rollout(np.ones((6, 3), int), np.ones((6, 3), bool), completion, None, None, np.zeros((6, 3)))
-    graded = SimpleNamespace(rewards=rewards, dropped=np.isnan(rewards), metrics={})
+    graded = SimpleNamespace(rewards=rewards, dropped=np.isnan(rewards), metrics={}, each={}, weights={})
     policy = Policy(lambda *_, **__: rollout, None)
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
     task = SimpleNamespace(grader=lambda group, G: grader, prompts=lambda examples: None, partner=lambda examples: None)
