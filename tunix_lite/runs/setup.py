@@ -240,7 +240,7 @@ class Parts:
         epochs = run.training.epochs
         of_epochs = f" ({counted(epochs, 'epoch')} of {max_steps // epochs})" if epochs else ""
         rows.append(("optimizer", f"{rate}, {counted(max_steps, 'step')}{of_epochs}{begins}"))
-        all_runs = "outputs/" if run_dir.path.self[0] == "outputs" else run_dir.path
+        all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
         viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
         rows.append(("outputs", f"{shown_place(run_dir.path)}{viewer}"))
         algorithm = type(run.algorithm).__name__
