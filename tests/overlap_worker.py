@@ -61,6 +61,7 @@ def learned(params):
 def session_of(rollout, task):
     algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
     run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=GENERATION, seed=5)
+    run.rollouts_behind = rollout.max_staleness
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=3))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
     return SimpleNamespace(run=run, parts=parts, task=task, stopping=stopping)

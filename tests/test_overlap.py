@@ -173,6 +173,7 @@ def session_of(overlap, staleness, prompts=3):
     rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
     generation = GenerationConfig(PROMPT, NEW)
     run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
+    run.rollouts_behind = rollout.max_staleness
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
     return SimpleNamespace(run=run, parts=parts, task=Numbers(), stopping=stopping)
