@@ -13,7 +13,7 @@ from conftest import set_mesh
 from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
-from tunix_lite.rollout.generate import results
+from tunix_lite.rollout.generate import _results as results
 from tunix_lite.runs import watch
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.settings import resolved_run as resolved
