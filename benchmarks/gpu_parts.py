@@ -341,7 +341,7 @@ def fused_decoding(setting: Setting) -> Iterator[dict]:
             q_BTNH, k_BTKH = (
                 rope.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
             )
-            new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
+            new = kv_cache.to_cache_format(k_BTKH, v_BKH[:, None], int8=False)
             kv = old.with_token(new, newest_B)
             mask_B1C = kv_cache.attended_columns(cfg, "local", newest_B, columns)[:, None]
             return attention.attend(cfg, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0], kv.k, kv.v
