@@ -28,7 +28,6 @@ SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_
 QUICK = [
     "training.max_steps=1",
     "training.prompts_per_step=4",
-    "generation.max_new_tokens=8",
     "training.save_interval_steps=0",
     "evaluation.num_examples=0",
     "tracking.tensorboard=false",
@@ -105,7 +104,8 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
 
 
 def test_a_kind_of_layer_trains(tmp_path):
-    check_trained(train(run_of(KIND, *QUICK, "algorithm.num_generations=2"), tmp_path), tmp_path)
+    run = run_of(KIND, *QUICK, "algorithm.num_generations=2", "generation.max_new_tokens=8")
+    check_trained(train(run, tmp_path), tmp_path)
     (row,) = rows_of(tmp_path)
     assert 0 < row["train/sampler_gap"] < 1e-6, "sampling gives what training computes"
     shapes = {path: w.shape for path, w in weights.flatten(decoder.weights(MIXED)).items() if path.endswith("/q")}
