@@ -189,14 +189,6 @@ def test_rows_with_shared_prompts_are_what_the_formulas_give(exact, alone):
 
 
 @pytest.mark.wide
-def test_rows_of_one_sequence_are_the_same(params, alone, exact):
-    with jax.enable_x64(True):
-        logprobs, grads = losses(params, groups(), layout_of("none"), jnp.float64, CFG)
-    np.testing.assert_allclose(logprobs, alone, atol=1e-10)
-    check_gradients(grads, exact[1], 1e-9)
-
-
-@pytest.mark.wide
 def test_packed_is_alone_layer_after_layer_in_float32(params, alone, exact):
     how = {"scan_layers": False, "remat": "save_qkv_out"}
     logprobs, grads = losses(params, groups(), layout_of("sequences"), jnp.float32, CFG, **how)
