@@ -161,8 +161,8 @@ def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):
 # ---- a disk that gets full, turns read-only or vanishes
 
 
-SHORT = [*test_train.OF_A_RUN, "tracking.tensorboard=false", "evaluation.num_examples=0"]
-SIZE = 10_000_000  # of a disk: one checkpoint of a short run takes 7 MB
+SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "evaluation.num_examples=0"]
+SIZE = 4_000_000  # of a disk: one checkpoint of a short run takes 3 MB
 
 
 def shell(command: str) -> None:

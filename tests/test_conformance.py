@@ -1,6 +1,7 @@
 """The references by hand and by other projects' vectors, our algorithms against them in every layout, and the page."""
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -113,10 +114,13 @@ LAYOUTS = {
     "prefix_parts": (1, 1, RowLayout("prefix", 4, shape=RowShape(8, 3, 1), rows_per_part=8), 4),
 }
 IN_ROWS = ["grpo@verl", "gspo@paper", "tis_token@verl", "dpo@paper"]
+IN_SHORT = dict(zip(IN_ROWS, ("sequences_tp", "prefix_parts", "none_parts", "sequences_tp"), strict=True)).items()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", IN_ROWS)
+@pytest.mark.parametrize(
+    "name, layout",
+    [pytest.param(*pair, marks=() if pair in IN_SHORT else pytest.mark.wide) for pair in product(IN_ROWS, LAYOUTS)],
+)
 def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
     fsdp, tp, rows, num_parts = LAYOUTS[layout]
     variant = VARIANTS[name]

@@ -312,7 +312,7 @@ def on_mesh(table, values):
     return jax.tree.map(lambda w, x: put(np.asarray(x), *w.axes), table, values)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "gpt-oss"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3.5", marks=WIDE), "gpt-oss"])
 def exact(request):
     """(cfg, weights, gradients in float64 of rows that are not packed, and of packed ones)."""
     cfg = cfg_of(FAMILIES[request.param])

@@ -59,6 +59,11 @@ def model(tiny):
     return one(tiny)
 
 
+@pytest.fixture(scope="module")
+def bundled():
+    return one("bundled")
+
+
 ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="layers/(q|down)"']
 
 
@@ -92,16 +97,15 @@ def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
         open_model(ModelConfig(weights=str(TINY)), None, None, "fp32", seed)
 
 
-def test_scores_are_those_of_the_tokens_that_were_said():
-    model = one("bundled")
-    said = model.generate(QUESTIONS[0], GREEDY)[0]
+def test_scores_are_those_of_the_tokens_that_were_said(bundled):
+    said = bundled.generate(QUESTIONS[0], GREEDY)[0]
     assert said.finish_reason != "length"
-    (scored,) = model.score(QUESTIONS[0], said.text)
+    (scored,) = bundled.score(QUESTIONS[0], said.text)
     np.testing.assert_allclose(scored, said.logprobs, atol=1e-4)
-    first, second = model.score(QUESTIONS[:2], [said.text, "7"])
+    first, second = bundled.score(QUESTIONS[:2], [said.text, "7"])
     np.testing.assert_allclose(first, scored, atol=1e-5)
     assert first.dtype == np.float32 and second.shape == (2,)  # the digit and the end of the turn
-    (again,) = model.score([{"role": "user", "content": QUESTIONS[0]}], said.text)
+    (again,) = bundled.score([{"role": "user", "content": QUESTIONS[0]}], said.text)
     np.testing.assert_allclose(again, scored, atol=1e-5)
 
 
@@ -288,17 +292,16 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     assert "exists; give another file, or overwrite=true" in capsys.readouterr().err
 
 
-def test_chat_remembers_what_was_said(monkeypatch, capsys):
+def test_chat_remembers_what_was_said(bundled, monkeypatch, capsys):
     typed = f"{QUESTIONS[0]}\n{QUESTIONS[0]}\n/reset\n{QUESTIONS[0]}\nexit\nnot asked"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     run_command(generate_command, ["generation.temperature=0"], monkeypatch)
     captured = capsys.readouterr()
     first, second, third = captured.out.splitlines()
     assert first == third
-    model = one("bundled")
     talk = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": first},
             {"role": "user", "content": QUESTIONS[0]}]  # fmt: skip
-    assert second == model.generate(talk, GREEDY)[0].text
+    assert second == bundled.generate(talk, GREEDY)[0].text
     assert "/reset begins anew" in captured.err and "the bundled model does sums" in captured.err
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import recorded_runs  # noqa: E402
 from forked import called  # noqa: E402
 
 FILE = Path(__file__).with_name("golden.json")
@@ -146,14 +147,13 @@ def compare_runs(commit: str) -> int:
         then = Path(name) / "then"
         subprocess.run(["git", "worktree", "add", "--detach", str(then), commit], cwd=ROOT, check=True)
         try:
-            script = ROOT / "tests" / "recorded_runs.py"
+            script = Path(recorded_runs.__file__)
             shutil.copy(script, then / "tests" / script.name)
             records = []
             for where in (then, ROOT):
                 records.append(Path(name) / f"{len(records)}.json")
-                command = [sys.executable, str(where / "tests" / script.name), "record", "--out", str(records[-1])]
-                subprocess.run(command, check=True)
-            return subprocess.run([sys.executable, str(script), "compare", *map(str, records)]).returncode
+                subprocess.run([sys.executable, str(where / "tests" / script.name), str(records[-1])], check=True)
+            return recorded_runs.compare(*records)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(then)], cwd=ROOT, check=True)
 
