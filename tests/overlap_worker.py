@@ -58,9 +58,9 @@ def learned(params):
     return jax.tree.map(lambda x: x * (1 + x.mean()) - 0.1 * x.std(), params)
 
 
-def session_of(rollout, task):
+def session_of(rollout, task, generation=GENERATION):
     algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
-    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=GENERATION, seed=5)
+    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=3))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
     return SimpleNamespace(run=run, parts=parts, task=task, stopping=stopping)

@@ -1,27 +1,22 @@
 """Rollouts that overlap with learning: what goes on over an update, what an update takes, what is remembered."""
 
-import itertools
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import overlap_worker
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Needs, Policy
-from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.algorithms.sequences import sequence_sum
-from tunix_lite.algorithms.weighting import per_sequence
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import (
     Conversation,
     Rollout,
-    RowBatch,
     SampledTurn,
-    TokenScores,
     TrainState,
     TurnReply,
 )
@@ -42,6 +37,14 @@ from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
 
 WIDE = pytest.mark.wide
+
+
+@pytest.fixture(scope="module")
+def cfg(cfg):
+    """Two layers, local and global."""
+    return replace(cfg, num_layers=2)
+
+
 GROUPS = 4
 GENERATIONS = 2
 KEY = jax.random.key(3)
@@ -150,13 +153,8 @@ class Grades:
         self.rows[row] = list(tokens)
 
 
-class Numbers(SimpleNamespace):
-    """A task whose examples are numbers; every step has prompts of its own."""
-
-    tokenizer = SimpleNamespace(pad_id=0)
-
-    def batch(self, count, seed, rollout):
-        return [{"n": rollout * count + i} for i in range(count)]
+class Numbers(overlap_worker.Numbers):
+    """The same with a grader; every step has prompts of its own."""
 
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
@@ -164,18 +162,10 @@ class Numbers(SimpleNamespace):
     def grader(self, examples, num_generations=1):
         return Grades()
 
-    def partner(self, examples):
-        return None
 
-
-def session_of(overlap, staleness, prompts=3):
-    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
+def session_of(overlap, staleness):
     rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
-    generation = GenerationConfig(PROMPT, NEW)
-    run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)
-    parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
-    stopping = SimpleNamespace(check_between_chunks=lambda: None)
-    return SimpleNamespace(run=run, parts=parts, task=Numbers(), stopping=stopping)
+    return overlap_worker.session_of(rollout, Numbers(), GenerationConfig(PROMPT, NEW))
 
 
 def carry_of(cfg, staleness, start=None, sampler=None):
@@ -462,64 +452,6 @@ def test_the_devices_that_sample_come_after_those_that_learn():
     devices[3].process_index = 1
     with pytest.raises(ValueError, match="over several processes"):
         ids((-1, 1), (1, 1))
-
-
-# ---- the gradient
-
-
-def product_ratio(log_ratio_RW, batch):
-    """A completion has one ratio, the product of its tokens' ratios: the importance weight."""
-    return sequence_sum(log_ratio_RW, batch)
-
-
-def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
-    """All completions over {end, a, b} of up to three tokens, by a table of logits for each prefix. The first token was
-    drawn two updates ago, the second one ago, the third now; a third of the completions began one update later."""
-    rng = np.random.default_rng(0)
-    prefixes = [p for n in range(3) for p in itertools.product((1, 2), repeat=n)]
-    tables = rng.normal(size=(3, len(prefixes), 3))
-    log_tables = tables - np.log(np.exp(tables).sum(axis=-1, keepdims=True))
-    short = [(*p, 0) for p in prefixes]
-    completions = short + [(*p, t) for p in prefixes if len(p) == 2 for t in (1, 2)]
-    values = rng.normal(size=len(completions))
-
-    def places(y):
-        return [prefixes.index(y[:t]) for t in range(len(y))]
-
-    for versions, share in (((0, 1, 2), 2 / 3), ((1, 2, 2), 1 / 3)):
-        old = [[log_tables[v, s, t] for v, s, t in zip(versions, places(y), y)] for y in completions]
-        drawn_with = np.array([np.exp(sum(row)) for row in old])
-        np.testing.assert_allclose(drawn_with.sum(), 1)
-
-        # By hand: sum over completions of p(y) A(y) d log p(y), with the policy now.
-        wanted = np.zeros(log_tables[2].shape)
-        for y, value in zip(completions, values):
-            chance = np.exp(sum(log_tables[2, s, t] for s, t in zip(places(y), y)))
-            for s, t in zip(places(y), y):
-                wanted[s] += chance * value * (np.eye(3)[t] - np.exp(log_tables[2, s]))
-
-        # By our loss: each completion once, weighted by how often it is drawn.
-        mask = np.array([[t < len(y) for t in range(3)] for y in completions])
-        padded = np.array([(*y, 0, 0)[:3] for y in completions])
-        where = np.array([(*places(y), 0, 0)[:3] for y in completions])
-        # what per_sequence gives, in float64
-        weights = mask / mask.sum(axis=1, keepdims=True) * drawn_with[:, None]
-        algorithm = GRPO(ratio=product_ratio, clip_low=None, clip_high=None, weighting=per_sequence)
-        with jax.enable_x64(True):
-            batch = RowBatch(
-                tokens=jnp.asarray(padded),
-                token_mask=jnp.asarray(mask),
-                loss_weight=jnp.asarray(share * weights),
-                advantages=jnp.asarray(np.broadcast_to(values[:, None], mask.shape)),
-                old_logprobs=jnp.asarray([(*row, 0.0, 0.0)[:3] for row in old]),
-            )
-
-            def loss(table, batch=batch, where=where, padded=padded, algorithm=algorithm):
-                logprobs = jax.nn.log_softmax(table)[where, padded]
-                return algorithm.loss(TokenScores(logprobs, jnp.zeros_like(logprobs)), batch)[0]
-
-            found = jax.grad(loss)(jnp.asarray(tables[2]))
-        np.testing.assert_allclose(-np.asarray(found), share * wanted, atol=1e-12)
 
 
 # ---- settings and files

@@ -497,13 +497,8 @@ def test_adapters_of_both_stand_on_one_base(params):
 
 RUN = [
     *SHORT,
-    "algorithm=ppo",
-    "algorithm.updates_per_rollout=2",
-    "algorithm.mini_batches=2",
-    "algorithm.critic_warmup=2",
-    "algorithm.critic_learning_rate=1e-3",
-    "evaluation.num_examples=4",
-    "tracking.tensorboard=false",
+    *("algorithm=ppo", "algorithm.updates_per_rollout=2", "algorithm.mini_batches=2", "algorithm.critic_warmup=2"),
+    *("algorithm.critic_learning_rate=1e-3", "evaluation.num_examples=4", "tracking.tensorboard=false"),
 ]
 OWN = ["algorithm.critic=own", "algorithm.kl_coef=0.01", "algorithm.bootstrap_truncated=true"]
 

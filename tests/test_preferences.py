@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import random_params
 from test_docs import EXAMPLE, ROOT, commands
-from test_train import TINY
+from test_train import TINY, lines
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill
@@ -67,16 +66,9 @@ PAIRS = [
     {"question": "9 - 4", "chosen": "5", "rejected": "The answer is 4."},
 ]
 QUICK = [
-    "model.mesh_shape=[[1,1],[fsdp,tp]]",
-    "training.prompts_per_step=4",
-    "training.save_interval_steps=0",
-    "evaluation.num_examples=0",
-    "tracking.tensorboard=false",
+    *("model.mesh_shape=[[1,1],[fsdp,tp]]", "training.prompts_per_step=4", "training.save_interval_steps=0"),
+    *("evaluation.num_examples=0", "tracking.tensorboard=false"),
 ]
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_pairs_are_learned_from_log_2_on(tmp_path):
@@ -87,7 +79,7 @@ def test_pairs_are_learned_from_log_2_on(tmp_path):
     run = compose([*TINY, *overrides, "training.micro_batch_size=2", *QUICK])
     run = replace(run, task=replace(run.task, source=FileRows(str(file), str(file))))
     train(run, tmp_path / "run")
-    rows = metrics_of(tmp_path / "run")
+    rows = lines(tmp_path / "run")
     first, last = rows[0], rows[-1]
     assert first["train/margin"] == 0 == first["train/pair_accuracy"]
     assert first["train/loss"] == first["train/dpo_loss"] == pytest.approx(np.log(2), rel=1e-6)
@@ -111,7 +103,7 @@ def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
     command = commands(ROOT / "docs" / "extend" / "teacher.md")[0]
     run = compose([*command.split()[2:], "training.max_steps=1", *QUICK])
     train(run, tmp_path / "run")
-    (row,) = metrics_of(tmp_path / "run")
+    (row,) = lines(tmp_path / "run")
     assert row["time/first"] > 0 < row["time/second"]
     assert {"first", "second"} <= set(re.findall(r"\w+", (tmp_path / "run" / "plan.json").read_text()))
 

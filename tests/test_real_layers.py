@@ -29,18 +29,11 @@ WHOLE = Path(os.environ.get("TUNIX_LITE_REAL", "nowhere")) / "gguf" / "smollm2-1
 ONE_DEVICE = ((1, 1), ("fsdp", "tp"))
 # Two updates of `make real`. Its reward would find nothing in what two layers write, so shorter words pay, too.
 SETTINGS = [
-    "experiment=smollm2",
-    "model.architecture=null",
-    "model.mesh_shape=[[1,1],[fsdp,tp]]",
-    "model.lora.rank=4",
-    "training.max_steps=2",
-    "training.prompts_per_step=2",
-    "algorithm.num_generations=4",
+    *("experiment=smollm2", "model.architecture=null", "model.mesh_shape=[[1,1],[fsdp,tp]]", "model.lora.rank=4"),
+    *("training.max_steps=2", "training.prompts_per_step=2", "algorithm.num_generations=4"),
     "training.save_interval_steps=1",
     "generation.max_prompt_length=96",  # in single letters, mostly
-    "evaluation.num_examples=0",
-    "optimizer.warmup_steps=0",
-    "rewards.workers=0",
+    *("evaluation.num_examples=0", "optimizer.warmup_steps=0", "rewards.workers=0"),
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",
 ]
 

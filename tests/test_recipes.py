@@ -60,14 +60,9 @@ def test_a_recipe_fits_the_devices_that_it_names(name):
 
 # The recipe with what is large made small: the model, lengths, counts; and no data from the hub.
 SMALL = [
-    "model=random",
-    "generation.max_prompt_length=64",
-    "generation.max_new_tokens=16",
-    "generation.long_prompts=truncate",
-    "training.max_steps=1",
-    "training.prompts_per_step=4",
-    "evaluation.num_examples=2",
-    "optimizer.warmup_steps=1",
+    *("model=random", "generation.max_prompt_length=64", "generation.max_new_tokens=16"),
+    *("generation.long_prompts=truncate", "training.max_steps=1", "training.prompts_per_step=4"),
+    *("evaluation.num_examples=2", "optimizer.warmup_steps=1"),
 ]
 SMALL_MESH = {"v5e_16_gemma3_12b": "model.mesh_shape=[[2,2],[fsdp,tp]]"}
 ROWS = {

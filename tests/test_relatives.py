@@ -22,7 +22,7 @@ from tunix_lite.settings.resolved_run import check_generation
 
 SIZES = {
     "vocab_size": 48,
-    "num_layers": 5,
+    "num_layers": 3,
     "embed_dim": 16,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -42,12 +42,12 @@ SIZES = {
 }
 PLAIN = SIZES | {"window": None, "pattern": ("global",)}
 OLMO3 = Architecture(
-    **SIZES | {"post_norms": True, "qk_norm": True, "pattern": ("local", "local", "local", "global"), "window": 6},
+    **SIZES | {"post_norms": True, "qk_norm": True, "pattern": ("local", "global"), "window": 6},
     pre_norms=False,
     qk_norm_whole=True,
     yarn=Yarn(8.0, 8, amplitude=1.2),
 )
-SMOLLM3 = Architecture(**PLAIN | {"pattern": ("global", "global", "unrotated")})
+SMOLLM3 = Architecture(**PLAIN | {"pattern": ("global", "unrotated")})
 PHI3 = Architecture(
     **PLAIN | {"num_layers": 2, "max_positions": 16},
     rope_share=0.75,
@@ -208,8 +208,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
             {"rope_parameters": LONGROPE},
             "its lists have 3 numbers, and partial_rotary_factor=1.0 of head_dim=8",
         ),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
-        ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types: sliding_attention is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 3 entries, each 1 or 0"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: sliding_attention is not supported"),
         (
             "olmo3",
             {"rope_parameters": {"sliding_attention": YARN | {"factor": 2.0}, "full_attention": YARN}},

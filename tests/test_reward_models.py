@@ -12,10 +12,11 @@ import numpy as np
 import optax
 import pytest
 from conftest import random_params, set_mesh
+from test_train import lines
 
 from tunix_lite.algorithms.reward_model import RewardModelTraining
 from tunix_lite.api import load
-from tunix_lite.basics.errors import ConfigError, RunFailed
+from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, _check_models, evaluate_model
 from tunix_lite.inference.export import export
 from tunix_lite.inference.language_model import GREEDY
@@ -24,16 +25,16 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, hf, source
-from tunix_lite.models.families import read_config
+from tunix_lite.models.families import config_json, keys_of_output, read_config
 from tunix_lite.models.scalar_head import scalar_scores
 from tunix_lite.models.source import BUNDLED, ModelConfig
-from tunix_lite.models.tokenizer import Tokenizer, read_until
+from tunix_lite.models.tokenizer import read_until
 from tunix_lite.parallel.mesh import as_text, part_of_mesh
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.rewards.model import RewardModel
-from tunix_lite.runs.setup import find_parts, prepare
+from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import policy_of
 from tunix_lite.settings.resolved_run import find_model, resolve_run
@@ -41,7 +42,6 @@ from tunix_lite.tasks.messages import Message
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.reward_models import RewardScorer, left_padded
 from tunix_lite.tasks.task import Task
-from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
 ONE = "model.mesh_shape=[[1,1],[fsdp,tp]]"
@@ -53,10 +53,6 @@ PAIRS = [
     for a in range(1, 4)
     for b in range(2, 6)
 ]
-
-
-def rows_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- the head and the loss
@@ -79,7 +75,7 @@ def test_the_number_of_a_token_is_a_sum_of_products(bias):
 )
 def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
     """Also with one sequence in a micro-batch, so that no micro-batch holds a whole pair, and packed."""
-    cfg = replace(cfg, output="score")
+    cfg = replace(cfg, output="score", num_layers=1, pattern=("global",))
     params = random_params(cfg, seed=3)
     rng = np.random.default_rng(2)
     width = 9
@@ -176,8 +172,6 @@ def a_folder(path, cfg, family, pad_id: int | None, template: str | None = "{{ m
     params = random_params(cfg, seed=8, scale=0.2)
     path.mkdir(exist_ok=True)
     hf.save_params(params, cfg, family, path, "F32")
-    from tunix_lite.models.families import config_json, keys_of_output
-
     config = config_json(cfg, family, pad_token_id=pad_id, **more) | keys_of_output(cfg, family)
     (path / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -261,7 +255,7 @@ def reward(folder, **more) -> str:
     return f"+task.rewards.rm={{_target_: tunix_lite.rewards.model.RewardModel, weights: {folder}{settings}}}"
 
 
-@pytest.mark.parametrize("place", [{}, {"mesh_shape": "[[1,1],[fsdp,tp]]"}])
+@pytest.mark.parametrize("place", [pytest.param({}, marks=pytest.mark.wide), {"mesh_shape": "[[1,1],[fsdp,tp]]"}])
 def test_a_run_learns_from_a_reward_model(folder, tmp_path, place):
     """Its rewards are those of the scorer, on the completions that the samples file has; also where the reward model
     has one of the two devices of the run. Conversations that were cut are counted, and the samples say which."""
@@ -278,7 +272,7 @@ def test_a_run_learns_from_a_reward_model(folder, tmp_path, place):
     scorer = replace(scorer, text=replace(scorer.text, template=PromptTemplate("What is {question}?")))
     expected = scorer(examples, [one["completion"] for one in samples])
     np.testing.assert_allclose([one["rewards"]["rm"] for one in samples], [one.value for one in expected], atol=1e-5)
-    (row,) = [row for row in rows_of(tmp_path / "run") if "reward/rm" in row]
+    (row,) = [row for row in lines(tmp_path / "run") if "reward/rm" in row]
     assert row["time/reward_rm"] > 0 and row["reward/rm"] == pytest.approx(np.mean([o.value for o in expected]))
     assert "reward_rm" in (tmp_path / "run" / "plan.json").read_text()
     texts = [f"user: {one['prompt']}\nassistant: {one['completion']}\n" for one in samples]
@@ -313,7 +307,7 @@ def test_an_evaluation_asks_the_reward_model(folder, tmp_path):
     """Its mean reward is that of the greedy completions. A folder that is not there is said before a model is loaded."""
     words = ["generation.max_new_tokens=8", "task.rewards.correct.weight=0", "rewards.workers=0"]
     run = compose([*words, reward(folder, storage="fp32"), ONE])
-    model = load("bundled", mesh_shape=((1, 1), ("fsdp", "tp")))
+    model = load(compose([*TINY[:4], ONE]))
     options = EvaluateTaskConfig(num_examples=3)
     found = evaluate_model(model, run, options)["reward"].value
     examples = [run.task.source.held_out[i] for i in range(3)]
@@ -372,7 +366,7 @@ def test_a_trained_reward_model_is_one_of_transformers(pairs, tmp_path, lora):
     """The first loss is log 2, exactly: the head begins at zero. What is exported gives what the run measured."""
     words = [*TINY, *TRAIN, f"task.train={pairs}", "training.max_steps=6", *lora]
     train(compose(words), tmp_path / "run")
-    rows = rows_of(tmp_path / "run")
+    rows = lines(tmp_path / "run")
     steps = [row for row in rows if "train/loss" in row]
     assert steps[0]["train/loss"] == pytest.approx(np.log(2), rel=1e-6) and steps[0]["train/margin"] == 0
     assert steps[-1]["train/loss"] < 0.6
@@ -408,7 +402,7 @@ def test_training_goes_on_from_a_reward_model_and_from_a_checkpoint(folder, pair
     words = [*TRAIN, *TINY[5:], ONE, f"model.weights={folder}", f"task.train={pairs}"]
     words += ["generation.max_new_tokens=20"]  # with what this template writes before an answer
     whole = train(compose([*words, "training.max_steps=2"]), tmp_path / "whole")
-    assert rows_of(tmp_path / "whole")[0]["eval/margin"] != 0
+    assert lines(tmp_path / "whole")[0]["eval/margin"] != 0
     train(compose([*words, "training.max_steps=1"]), tmp_path / "run")
     again = train(compose([*words, "training.max_steps=2"]), tmp_path / "run")
     for path, x in hf.flatten(whole.params).items():
@@ -429,6 +423,3 @@ def test_a_conversation_that_is_too_long_is_refused_with_its_length(pairs, token
 def test_prompts_are_not_shared(pairs):
     with pytest.raises(ConfigError, match="reads whole conversations and shares no prompts; set training.packing=seq"):
         compose([*TINY, *TRAIN, f"task.train={pairs}", "training.packing=prefix"])
-
-
-__all__ = ["RunDir", "RunFailed", "Tokenizer", "prepare"]

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from conftest import EOS, random_params, set_mesh
 
-from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import cache as kv_cache
@@ -19,25 +17,6 @@ from tunix_lite.rollout import engine, generate, memory
 from tunix_lite.rollout.generate import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-
-
-def test_sampler_and_trainer_agree_on_logprobs(cfg, params, rollout):
-    score = jax.jit(partial(token_logprobs, cfg=cfg))
-    scored = score(params, rollout.tokens, rollout.token_mask)
-    gap = jnp.abs(jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
-    assert float(gap.max()) < 1e-4
-    assert float(jnp.abs(rollout.logprobs).max()) > 0.5, "the model has no opinions; this test shows nothing"
-
-
-def test_padding_on_either_side_does_not_change_a_logprob(cfg, params):
-    tokens = np.arange(4, 16)[None]
-    score = jax.jit(partial(token_logprobs, cfg=cfg))
-    bare = score(params, tokens, np.ones_like(tokens, bool))
-    for left, right in ((5, 0), (0, 5), (2, 3)):
-        pad = ((0, 0), (left, right))
-        padded = score(params, np.pad(tokens, pad), np.pad(np.ones_like(tokens, bool), pad))
-        np.testing.assert_allclose(padded[:, left + 1 : left + 12], bare[:, 1:], atol=2e-6)
-
 
 # ---- one queue, many ways to work it off
 
@@ -191,15 +170,14 @@ def test_the_order_of_the_queue_changes_no_token_and_no_bit_of_a_logprob(four_sl
 
 WAYS = {
     "one slot, tp": dict(mesh=(1, 2), slots=1, chunk=8),
-    "a slot for everyone, token by token, weights divided": dict(mesh=(2, 1), slots=16, chunk=1, weights="sharded"),
-    "long chunks, both axes": dict(mesh=(2, 2), slots=4, chunk=32),
+    "a slot for everyone, token by token": dict(mesh=(2, 1), slots=16, chunk=1),
+    "long chunks, both axes, weights divided": dict(mesh=(2, 2), slots=6, chunk=32, weights="sharded"),
     "more tp than key heads": dict(mesh=(1, 4), slots=4, chunk=8),
 }
-NARROW = ("a slot for everyone, token by token, weights divided", "long chunks, both axes")
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in NARROW else pytest.mark.wide) for way in WAYS], ids=list(WAYS)
+    "way", [pytest.param(way, marks=() if "both" in way else pytest.mark.wide) for way in WAYS], ids=list(WAYS)
 )
 def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, sampled, greedy, way):
     """The reference: four slots, chunks of four tokens, one device."""

@@ -117,16 +117,17 @@ def kept_in_float64(row, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, np.
 
 
 def some_scores(kind: str) -> np.ndarray:
+    """Of one shape, so that little is compiled."""
     rng = np.random.default_rng(1)
     if kind == "ties":  # of bfloat16, which has 8 bits: some 100 values in 400 tokens
         return np.asarray(jnp.asarray(rng.normal(0, 1, (64, 400)), jnp.bfloat16), np.float32)
     if kind == "impossible tokens":
-        scores = rng.normal(0, 3, (64, 97)).astype(np.float32)
+        scores = rng.normal(0, 3, (64, 400)).astype(np.float32)
         return np.where(rng.random(scores.shape) < np.linspace(0, 0.98, 64)[:, None], -np.inf, scores) + scores * 0
     if kind == "around zero":  # both zeros, and the least numbers that processors do not take for zero
-        return rng.choice(np.float32([0.0, -0.0, 1.3e-38, -1.3e-38, 1e-30, -1e-30, 3e-7, -3e-7]), (64, 24))
+        return rng.choice(np.float32([0.0, -0.0, 1.3e-38, -1.3e-38, 1e-30, -1e-30, 3e-7, -3e-7]), (64, 400))
     if kind == "far apart":
-        return (rng.normal(0, 1, (64, 50)) * np.logspace(-3, 30, 64)[:, None]).astype(np.float32)
+        return (rng.normal(0, 1, (64, 400)) * np.logspace(-3, 30, 64)[:, None]).astype(np.float32)
     return rng.normal(0, 3, {"one token": (4, 1), "a vocabulary": (4, 262_144)}[kind]).astype(np.float32)
 
 
@@ -145,7 +146,7 @@ def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind):
         assert got.any(axis=1).all()
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.wide), (2, 2)], ids=str)
 def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     """In the compiled text of a chunk: no sort, no TopK, and of no collective a result with a row of the vocabulary."""
     set_mesh(*mesh)

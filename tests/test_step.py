@@ -1,5 +1,6 @@
 """One update: exact under micro-batches, clipped, donated."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import random_params, set_mesh
 
-from tests.conftest import set_mesh
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
@@ -16,10 +17,18 @@ from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import Batch, Max, RowBatch, TokenScores, TrainState
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import OptimizerConfig, SGDConfig, init_opt_state, make_optimizer, num_updates
-from tunix_lite.learner.policy import token_logprobs
+from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.parallel.mesh import put
+
+
+@pytest.fixture(scope="module")
+def layer(cfg):
+    """A model of one layer, and its weights."""
+    cfg = replace(cfg, num_layers=1, pattern=("local",))
+    set_mesh(1, 1)
+    return cfg, random_params(cfg)
 
 
 def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
@@ -56,7 +65,8 @@ def relative_difference(a, b) -> float:
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)) / optax.tree.norm(b))
 
 
-def test_micro_batches_do_not_change_the_gradient(cfg, params, rollout):
+def test_micro_batches_do_not_change_the_gradient(layer, rollout):
+    cfg, params = layer
     batch = batch_of(rollout)
     whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
     summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
@@ -81,7 +91,8 @@ def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, e
     assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
 
-def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, rollout, monkeypatch):
+def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(layer, rollout, monkeypatch):
+    cfg, params = layer
     score = partial(token_logprobs, cfg=cfg)
     weight = np.asarray(rollout.completion_mask, np.float32)
 
@@ -152,11 +163,12 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong):
     assert metrics["train/skipped"] == 0 and num_updates(state.opt_state) == 1
 
 
-def test_the_old_state_is_donated_and_the_step_counted(cfg, params, policy, rollout):
+def test_the_old_state_is_donated_and_the_step_counted(layer, rollout):
+    cfg, params = layer
     optimizer = optax.adam(1e-3)
     copied = jax.tree.map(jnp.copy, params)
     state = TrainState(jnp.int32(0), copied, optimizer.init(copied))
-    train_step = TrainStep(policy, GRPO(), optimizer)
+    train_step = TrainStep(make_policy(cfg, None, 1.0), GRPO(), optimizer)
     batch, _ = RowLayout().lay_out(batch_of(rollout))
     new, _ = train_step(state, None, batch)
     assert int(new.step) == 1

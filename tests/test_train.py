@@ -44,21 +44,14 @@ ROOT = Path(__file__).parents[1]
 # On one device, because programs of several are compiled again by each test: see distributed.join.
 TINY = ["model=random", "model.architecture.num_layers=2", "model.architecture.vocab_size=512"]
 OF_A_RUN = [
-    "training.max_steps=4",
-    "training.prompts_per_step=4",
-    "algorithm.num_generations=4",
-    "training.save_interval_steps=2",
-    "generation.max_new_tokens=8",
-    "evaluation.num_examples=20",
-    "evaluation.num_samples=0",
-    "evaluation.interval_steps=2",
-    "tracking.samples_interval_steps=2",
+    *("training.max_steps=4", "training.prompts_per_step=4", "algorithm.num_generations=4"),
+    *("training.save_interval_steps=2", "generation.max_new_tokens=8", "evaluation.num_examples=20"),
+    *("evaluation.num_samples=0", "evaluation.interval_steps=2", "tracking.samples_interval_steps=2"),
     "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}",  # so that groups disagree
     "optimizer.learning_rate=1e-3",
     "optimizer.schedule=constant",  # a rate of which the program of an update knows no last step
-    "optimizer.warmup_steps=0",
-    "rewards.workers=0",
+    *("optimizer.warmup_steps=0", "rewards.workers=0"),
 ]
 SHORT = [*TINY, *OF_A_RUN]
 

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import train_worker
 from processes import LIMIT, own_lines, run_together
+from recorded_runs import metrics_of
 
 ROOT = Path(__file__).parents[1]
 
 
 def kept(folder) -> tuple[list[dict], dict[str, list[dict]]]:
     """The metrics that do not depend on the clock, and all samples, file by file."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
     files = sorted((folder / "samples").iterdir())
-    return rows, {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    return metrics_of(folder), {
+        file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    }
 
 
 # What is computed on the mesh, where sums are rounded in another order.

@@ -18,14 +18,9 @@ from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import SETTINGS, token_loss
 
 TINY = [
-    "model=random",
-    "model.architecture.num_layers=1",
-    "model.architecture.embed_dim=16",
-    "model.architecture.num_heads=2",
-    "model.architecture.head_dim=8",
-    "model.architecture.mlp_dim=16",
-    "model.architecture.max_positions=64",
-    "model.lora.base=fp32",
+    *("model=random", "model.architecture.num_layers=1", "model.architecture.embed_dim=16"),
+    *("model.architecture.num_heads=2", "model.architecture.head_dim=8", "model.architecture.mlp_dim=16"),
+    *("model.architecture.max_positions=64", "model.lora.base=fp32"),
 ]
 ONE = "model.mesh_shape=[[1,1],[fsdp,tp]]"
 DATA = [

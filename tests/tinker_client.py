@@ -189,7 +189,7 @@ def loop(face, steps: int, after=lambda step: None) -> list:
     draw = np.random.default_rng(0)
     seen = []
     for step in range(steps):
-        texts = [draw.integers(4, 500, length).tolist() for length in (5, 20, 9)]
+        texts = [draw.integers(4, 500, length).tolist() for length in (5, 14, 9)]
         data = [Datum(text[:-1], text[1:], weights=[0.5] * (len(text) - 1)) for text in texts]
         seen.append(face.gradient(data[:2], "cross_entropy"))
         seen.append(face.gradient(data[2:], "cross_entropy"))
