@@ -17,7 +17,7 @@ from tunix_lite.train import train
 
 RUN = [
     *("algorithm=sft", "task=text", "task.row_tokens=16", "training.prompts_per_step=4", "training.epochs=3"),
-    *("training.last_batch=keep", "training.save_interval_steps=2", "tracking.tensorboard=false"),
+    *("training.last_batch=keep", "training.save_interval_steps=4", "tracking.tensorboard=false"),
     *(
         "optimizer.learning_rate=1e-3",
         "optimizer.schedule=linear",
