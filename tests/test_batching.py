@@ -20,9 +20,9 @@ from tunix_lite.planning.flops import (
     update_flops,
 )
 from tunix_lite.settings.batch_size import plan_batch, plan_rows
-from tunix_lite.settings.resolved_run import find_model, tokens_at_once
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import TrainingConfig
+from tunix_lite.settings.resolved_run import find_model, tokens_at_once
 
 
 def run_with(G=8, **training) -> SimpleNamespace:
