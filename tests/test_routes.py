@@ -233,6 +233,7 @@ def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, exp
     np.testing.assert_array_equal(rollout.routes, sampled.routes)
 
     # experts that no router would choose
+    batch = batch_of(sampled, expected_forced[0])
     np.testing.assert_allclose(score(params, batch), expected_forced[1], atol=2e-5)
 
 
