@@ -190,7 +190,7 @@ def loss_and_gradient(cfg: Architecture, params, batch: Batch, rows: RowLayout, 
     laid_out, layout = rows.lay_out(batch)
 
     def objective(params, batch):
-        scores = policy.scores(params, batch.replace(num_parts=None))
+        scores = policy.scores(params, batch.replace(num_micro_batches=None))
         return GRPO(num_generations=GENERATIONS).loss(scores, batch)[0], scores.logprobs
 
     (loss, logprobs), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, laid_out)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from processes import free_port
 from tinker_client import PROTOBUF, Client, request_bytes
 
-from tunix_lite.trainer.data import Datum
+from tunix_lite.training_clients.data import Datum
 
 SEQUENCES, LENGTH = 8, 64
 GREEDY = 100

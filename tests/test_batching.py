@@ -76,10 +76,10 @@ def test_a_batch_plan_satisfies_its_identity_and_what_was_asked(prompts, micro, 
 
 def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_longer():
     # 80 tokens (of 25, as 128 take 6 parts), 2048, 2080
-    for new, rows_per_part in ((48, 22), (2048 - 32, 1), (2048, 1)):
+    for new, rows_per_micro_batch in ((48, 22), (2048 - 32, 1), (2048, 1)):
         run = compose(["training.packing=sequences", f"generation.max_new_tokens={new}"])
         rows = plan_rows(run, plan_batch(run, 1))
-        assert (rows.width, rows.rows_per_part) == (32 + new, rows_per_part)
+        assert (rows.width, rows.rows_per_micro_batch) == (32 + new, rows_per_micro_batch)
 
 
 def test_on_a_cpu_a_large_model_has_fewer_tokens_in_a_micro_batch():
@@ -92,7 +92,7 @@ def test_on_a_cpu_a_large_model_has_fewer_tokens_in_a_micro_batch():
 
 
 @pytest.mark.parametrize(
-    "more, fsdp, lanes, parts, rows_per_part",
+    "more, fsdp, lanes, parts, rows_per_micro_batch",
     [
         # 16 prompts of 32 tokens x 8 completions of 64: with k lanes 16 ceil(8 / k) rows of 32 + 64 k tokens, 2048 at
         # once. k = 1, 2, 4, 8: 128 rows in 7 parts, 64 in 6, 32 in 5, 16 in 6; of tokens 19, 11, 7, 3 rows a part
@@ -106,13 +106,13 @@ def test_on_a_cpu_a_large_model_has_fewer_tokens_in_a_micro_batch():
         (["training.sync_gradients_every=4"], 1, 8, 8, 2),  # no more in a micro-batch than four at a time need
     ],
 )
-def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, parts, rows_per_part):
+def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, parts, rows_per_micro_batch):
     lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=64", "training.packing=prefix"]
     run = compose([*lengths, "training.prompts_per_step=16", "algorithm.num_generations=8", *more])
     rows = plan_rows(run, plan_batch(run, fsdp))
     new = run.generation.max_new_tokens + run.generation.max_new_tokens % 2
     shape = RowShape(new, lanes, 160 if new == 1024 else 32)  # 4128 columns have room for 129 more: four prompts
-    assert rows == RowLayout("prefix", parts, None, shape, rows_per_part)
+    assert rows == RowLayout("prefix", parts, None, shape, rows_per_micro_batch)
 
 
 # ---- FLOPs and bytes, against numbers that can be counted by hand

@@ -110,8 +110,8 @@ def test_settings_that_a_row_names_give_its_numbers_on_every_fixture():
 
 LAYOUTS = {
     "none_parts": (4, 1, RowLayout(), 3),
-    "sequences_tp": (2, 2, RowLayout("sequences", 2, shape=RowShape(40), rows_per_part=4), 2),
-    "prefix_parts": (1, 1, RowLayout("prefix", 4, shape=RowShape(8, 3, 1), rows_per_part=8), 4),
+    "sequences_tp": (2, 2, RowLayout("sequences", 2, shape=RowShape(40), rows_per_micro_batch=4), 2),
+    "prefix_parts": (1, 1, RowLayout("prefix", 4, shape=RowShape(8, 3, 1), rows_per_micro_batch=8), 4),
 }
 IN_ROWS = ["grpo@verl", "gspo@paper", "tis_token@verl", "dpo@paper"]
 IN_SHORT = dict(zip(IN_ROWS, ("sequences_tp", "prefix_parts", "none_parts", "sequences_tp"), strict=True)).items()
@@ -122,13 +122,13 @@ IN_SHORT = dict(zip(IN_ROWS, ("sequences_tp", "prefix_parts", "none_parts", "seq
     [pytest.param(*pair, marks=() if pair in IN_SHORT else pytest.mark.wide) for pair in product(IN_ROWS, LAYOUTS)],
 )
 def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
-    fsdp, tp, rows, num_parts = LAYOUTS[layout]
+    fsdp, tp, rows, num_micro_batches = LAYOUTS[layout]
     variant = VARIANTS[name]
     with jax.set_mesh(set_mesh(fsdp, tp)):
         fixture = FIXTURES["dropped" if layout == "prefix_parts" else "plain"]
         algorithm = ours.algorithm_of(variant.ours, fixture)
         batch = ours.collected(algorithm, fixture, variant.sampled)
-        found = ours.in_rows(algorithm, batch, fixture, rows, num_parts)
+        found = ours.in_rows(algorithm, batch, fixture, rows, num_micro_batches)
         expected = value_and_gradient(variant.loss, fixture)
         assert ours.difference(fixture, found, expected) == ""
 

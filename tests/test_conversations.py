@@ -202,7 +202,7 @@ def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
     rollout = talked[0]
     batch = Batch(tokens=rollout.tokens, token_mask=rollout.token_mask, loss_weight=per_token(rollout.completion_mask))
-    shared = {"shape": RowShape(NEW, num_lanes=2, prefix_columns=PROMPT), "rows_per_part": 8}
+    shared = {"shape": RowShape(NEW, num_lanes=2, prefix_columns=PROMPT), "rows_per_micro_batch": 8}
     layout = RowLayout("prefix", **shared) if packing == "prefix" else RowLayout(num_scored=NEW)
     rows, packed = layout.lay_out(batch)
     policy = make_policy(cfg, None, 1.0)

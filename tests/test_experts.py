@@ -345,7 +345,7 @@ def test_gradients_are_those_of_float64_on_every_mesh_and_in_micro_batches(exact
     for packed in (False, True) if mesh == (2, 2) else (False,):
         meta = meta_of(TOKENS, packed)
         counts = meta.segments > 0
-        layout = {"segment_ids": meta.segments, "positions": meta.positions, "max_parts": parts}
+        layout = {"segment_ids": meta.segments, "positions": meta.positions, "max_micro_batches": parts}
         found = of(placed, RowBatch(jnp.asarray(TOKENS), counts, counts.astype(np.float32), **layout))
         squares = [
             np.array([np.sum((np.float64(g) - want) ** 2), np.sum(want**2)])

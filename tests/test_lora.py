@@ -151,7 +151,7 @@ def batch(micro_batches: int = 1) -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
     whole = Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32))
-    return RowLayout(num_parts=micro_batches).lay_out(whole)[0]
+    return RowLayout(num_micro_batches=micro_batches).lay_out(whole)[0]
 
 
 class Likelihood:

@@ -48,7 +48,7 @@ def run(fsdp: int, tp: int):
     set_mesh(fsdp, tp)
     generate = make_generate(CFG, GenerationConfig(10, 8), eos_ids=(1,), pad_id=0)
     params = random_params(CFG, scale=0.1)
-    rows = RowLayout(num_parts=2, num_scored=8)
+    rows = RowLayout(num_micro_batches=2, num_scored=8)
     policy = make_policy(CFG, generate, 1.0, rows=rows, reference=jax.tree.map(jnp.copy, params))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))

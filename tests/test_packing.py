@@ -19,13 +19,13 @@ def batch_of(*sequences, left=0, right=0):
     return tokens, mask, counts
 
 
-def pack(batch, lane=8, lanes=1, lead=0, rows_per_part=1, num_parts=4, shards=1):
-    return packed(Batch(*batch), RowShape(lane, lanes, lead), rows_per_part, num_parts, shards)
+def pack(batch, lane=8, lanes=1, lead=0, rows_per_micro_batch=1, num_micro_batches=4, shards=1):
+    return packed(Batch(*batch), RowShape(lane, lanes, lead), rows_per_micro_batch, num_micro_batches, shards)
 
 
 def test_two_sequences_stand_in_one_row_without_their_padding():
     batch = batch_of(([5, 6], [7, 8], [1, 1]), ([3], [4], [1]), left=1, right=1)  # columns: 1 + 2 + 2 + 1
-    layout = pack(batch, num_parts=2)
+    layout = pack(batch, num_micro_batches=2)
     nothing = [0] * 8
     np.testing.assert_array_equal(layout.source, [[1, 2, 3, 4, 8, 9, -1, -1], [-1] * 8])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 2, 2, 0, 0], nothing])
@@ -34,13 +34,13 @@ def test_two_sequences_stand_in_one_row_without_their_padding():
     np.testing.assert_array_equal(layout.previous, [[1, 2, 4, *[0] * 5], nothing])
     np.testing.assert_array_equal(layout.is_scored, [[1, 1, 1, *[0] * 5], nothing])
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 7, 8, 3, 4, 0, 0], nothing])
-    assert layout.completion_ids is None and layout.shape == (2, 6) and layout.num_parts == 1
+    assert layout.completion_ids is None and layout.shape == (2, 6) and layout.num_micro_batches == 1
 
 
 def test_completions_of_one_prompt_stand_in_lanes_after_it():
     sequences = ([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([5, 6], [1, 2], [1, 1]), ([6], [4], [1])
     batch = batch_of(*sequences, left=1, right=1)  # columns: 1 + 2 + 2 + 1
-    layout = pack(batch, lane=3, lanes=2, lead=4, num_parts=1)
+    layout = pack(batch, lane=3, lanes=2, lead=4, num_micro_batches=1)
     # the longest first: 7 8 to the first lane, 1 2 to the second, 9 to what is left of the first; then 4
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 6, 0, 7, 8, 9, 1, 2, 4]])
     np.testing.assert_array_equal(layout.source, [[1, 2, 20, -1, 3, 4, 9, 15, 16, 21]])
@@ -69,14 +69,14 @@ def test_short_prompts_stand_in_a_narrower_prefix():
 
 def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_each_part():
     batch = batch_of(([5, 6], [7], [1]), ([5, 6], [1, 2, 3], [1, 1, 1]), ([5, 6], [8, 9], [1, 1]))
-    layout = pack(batch, lane=3, lead=2, num_parts=2)  # 1 2 3 fills a lane, 7 and 8 9 another, as in the batch
+    layout = pack(batch, lane=3, lead=2, num_micro_batches=2)  # 1 2 3 fills a lane, 7 and 8 9 another, as in the batch
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     np.testing.assert_array_equal(layout.completion_ids, [[0, 0, 1, 1, 1], [0, 0, 1, 2, 2]])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3, 4], [0, 1, 2, 2, 3]])
     np.testing.assert_array_equal(layout.scored, [[2, 3, 4], [2, 3, 4]])
     np.testing.assert_array_equal(layout.previous, [[1, 2, 3], [1, 1, 3]])
-    assert layout.num_parts == 2
+    assert layout.num_micro_batches == 2
 
 
 def test_what_cannot_be_laid_out_is_said():
@@ -87,7 +87,7 @@ def test_what_cannot_be_laid_out_is_said():
         pack(fits, lane=2, lanes=4, lead=1)
     for room in ({"lane": 4}, {"lane": 3, "lead": 1}):
         with pytest.raises(ValueError, match="takes 2 rows of 4 tokens.*only 1"):
-            pack(fits, **room, num_parts=1)
+            pack(fits, **room, num_micro_batches=1)
     gap = np.array([[1, 0, 1, 1]], bool)
     with pytest.raises(ValueError, match="sequence 0 has padding between"):
         pack((np.zeros((1, 4), int), gap, gap & [0, 0, 0, 1]))
@@ -124,7 +124,7 @@ def layouts(draw, kinds=("unpacked", "apart", "shared")):
     """A batch and a layout with as many rows as `rows_needed_at_most` asks for, or the layout without packing."""
     (tokens, mask, counts), lane = draw(batches())
     longest = int(mask.sum(axis=1).max())
-    shards, rows_per_part = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shards, rows_per_micro_batch = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kind = draw(st.sampled_from(kinds))
     if kind == "unpacked":
         return (tokens, mask, counts), unpacked(Batch(tokens, mask, counts)), 1, 1
@@ -132,9 +132,9 @@ def layouts(draw, kinds=("unpacked", "apart", "shared")):
     if kind == "shared":
         room = {"lane": lane, "lanes": draw(st.integers(1, 4)), "lead": draw(st.integers(4, 9))}
     most = len(tokens) if kind == "shared" else rows_needed_at_most(len(tokens), longest, room["lane"])
-    num_parts = -(-most // (shards * rows_per_part))
-    sizes = {"rows_per_part": rows_per_part, "num_parts": num_parts, "shards": shards}
-    return (tokens, mask, counts), pack((tokens, mask, counts), **room, **sizes), shards, rows_per_part
+    num_micro_batches = -(-most // (shards * rows_per_micro_batch))
+    sizes = {"rows_per_micro_batch": rows_per_micro_batch, "num_micro_batches": num_micro_batches, "shards": shards}
+    return (tokens, mask, counts), pack((tokens, mask, counts), **room, **sizes), shards, rows_per_micro_batch
 
 
 def visible(layout, row, query):
@@ -182,14 +182,14 @@ def test_every_counted_token_stands_once_and_sees_its_own_sequence_up_to_itself(
 @settings(deadline=None, max_examples=100)
 @given(layouts(kinds=("apart", "shared")))
 def test_used_rows_are_dealt_evenly_and_stand_first(made):
-    _, layout, shards, rows_per_part = made
+    _, layout, shards, rows_per_micro_batch = made
     taken = layout.segment_ids > 0
     np.testing.assert_array_equal(taken, layout.source >= 0)
     used = taken.any(axis=1).reshape(shards, -1)
     assert (np.diff(used.astype(int), axis=1) <= 0).all()
     counts = used.sum(axis=1)
     assert counts.max() - counts.min() <= 1
-    assert layout.num_parts == max(1, -(-counts.max() // rows_per_part))
+    assert layout.num_micro_batches == max(1, -(-counts.max() // rows_per_micro_batch))
 
 
 @settings(deadline=None, max_examples=100)
@@ -197,13 +197,13 @@ def test_used_rows_are_dealt_evenly_and_stand_first(made):
 def test_a_lane_sees_itself_and_the_lead_in_which_a_shared_prompt_stands_once(batch, lanes):
     """Attention multiplies a lane with the lead and itself, and nothing else."""
     (tokens, mask, counts), width = batch
-    layout = pack((tokens, mask, counts), lane=width, lanes=lanes, lead=6, num_parts=9)
+    layout = pack((tokens, mask, counts), lane=width, lanes=lanes, lead=6, num_micro_batches=9)
     for row, nth in np.argwhere(layout.is_scored):
         column = layout.scored[row, nth]
         lane = (column - 6) // width
         assert all(key < 6 or (key - 6) // width == lane for key in visible(layout, row, column))
     # in one row with room for all
-    layout = pack((tokens, mask, counts), lane=width, lanes=9, lead=40, num_parts=1)
+    layout = pack((tokens, mask, counts), lane=width, lanes=9, lead=40, num_micro_batches=1)
     first = tokens.shape[1] - width
     texts = [tuple(tokens[b, :first][mask[b, :first]]) for b in np.flatnonzero(counts.any(1))]
     leads = [text for text, before in zip(texts, [None, *texts]) if text != before]
@@ -225,7 +225,9 @@ def test_groups_take_no_more_rows_than_foreseen(data):
             sequences.append((prompt, rest, counts))
     lane = max(len(rest) for _, rest, _ in sequences)
     most = shared_rows_at_most(groups, size, lanes)
-    pack(batch_of(*sequences), lane=lane, lanes=lanes, lead=4, num_parts=most)  # or it would say that rows run out
+    pack(
+        batch_of(*sequences), lane=lane, lanes=lanes, lead=4, num_micro_batches=most
+    )  # or it would say that rows run out
 
 
 def test_shared_rows_at_most_is_a_group_in_rows_of_its_own():

@@ -100,7 +100,7 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
         shape = getattr(foreseen, name)
-        if name in ("prefix_columns", "lane_columns", "max_parts", "streams"):
+        if name in ("prefix_columns", "lane_columns", "max_micro_batches", "streams"):
             assert shape == array
         elif array is None or name in ("scored", "previous", "is_scored"):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
@@ -184,7 +184,7 @@ def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
     held = MATRICES + SCALES
     assert MemoryEstimate(case_of(cfg)).gradient_bytes() == 4 * held
     case = case_of(cfg, ["training.mixed_precision=bf16_params", "training.micro_batch_size=1"])
-    assert case.rows.num_parts == 4
+    assert case.rows.num_micro_batches == 4
     assert MemoryEstimate(case).gradient_bytes() == (2 + 4) * held
 
 

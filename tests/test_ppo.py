@@ -448,7 +448,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(layer, weight
     width = batch.tokens.shape[1]
     new = rollout.completion_mask[:8].any(axis=0).sum()
     shape = RowShape(2 * width) if packing == "sequences" else RowShape(int(new), 4, width - int(new))
-    packed, _ = RowLayout(packing, 1, None, shape, rows_per_part=8).lay_out(batch)
+    packed, _ = RowLayout(packing, 1, None, shape, rows_per_micro_batch=8).lay_out(batch)
     single, _ = RowLayout().lay_out(batch)
     gradient = jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, None))
     (a, of_single), (b, of_packed) = gradient(both, single), gradient(both, packed)

@@ -161,4 +161,4 @@ def test_what_an_observer_returns_is_checked(found, said):
     settings = SimpleNamespace(tracking=SimpleNamespace(observers={"mine": lambda done: found}))
     watching = SimpleNamespace(session=SimpleNamespace(run=settings))
     with pytest.raises(RunFailed, match=f"^tracking.observers.mine: {re.escape(said)}"):
-        watch.Watch.observed(watching, None)
+        watch.Watch.call_observers(watching, None)

@@ -254,7 +254,7 @@ def test_shards_cannot_add_up_gradients_of_experts_by_themselves(sampled):
     """Why sync_gradients_every is refused with experts: their products divide fsdp themselves, so a vmap over its shards
     has no place."""
     set_mesh(2, 1)
-    layout = replace(LAYOUTS["micro-batches"], num_parts=2)
+    layout = replace(LAYOUTS["micro-batches"], num_micro_batches=2)
     with pytest.raises(ValueError, match="spmd_axis_name cannot appear in shard_map"):
         grads_of(layout, random_params(CFG), batch_of(sampled, sampled.routes), sync_every=2)
 

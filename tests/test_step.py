@@ -63,7 +63,7 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype, in_place: bool = Fa
         return {}, metrics
 
     fields = {name: value for name, value in vars(batch).items() if value is not None}
-    return jax.jit(partial(accumulate, gradient, in_place=in_place))(RowBatch(**fields, max_parts=parts))
+    return jax.jit(partial(accumulate, gradient, in_place=in_place))(RowBatch(**fields, max_micro_batches=parts))
 
 
 def relative_difference(a, b) -> float:
@@ -94,7 +94,7 @@ def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, e
         return {"w": jnp.sum(x)}, {"train/most": Max(jnp.max(x)), "train/sum": jnp.sum(x)}
 
     places = {"w": put(np.float32(0)).sharding}
-    rows = RowBatch(x, x, x, max_parts=4)
+    rows = RowBatch(x, x, x, max_micro_batches=4)
     grads, metrics = jax.jit(lambda rows: accumulate(of_part, rows, places, every))(rows)
     assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
@@ -186,7 +186,7 @@ def test_an_update_of_two_micro_batches_has_two_arrays_as_large_as_the_weights()
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1), max_steps=2)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     train_step = TrainStep(Policy(None, scores), SFT(), optimizer, compiler_options=FOR_UPDATES)
-    compiled = train_step.compile(state, None, RowBatch(*fields, max_parts=2))
+    compiled = train_step.compile(state, None, RowBatch(*fields, max_micro_batches=2))
     assert compiled.memory_analysis().temp_size_in_bytes < 2.6 * (8 * 50_000 * 4)
 
 
@@ -219,7 +219,7 @@ def test_complex_weights_learn_over_a_mesh_as_by_hand(fsdp, parts, sync_every):
         return TokenScores(logprobs, jnp.zeros_like(logprobs))
 
     batch = Batch(tokens=tokens, token_mask=np.ones((8, 5), bool), loss_weight=a)
-    rows, _ = RowLayout(num_parts=parts).lay_out(batch)
+    rows, _ = RowLayout(num_micro_batches=parts).lay_out(batch)
     optimizer = make_optimizer(SGDConfig(learning_rate=0.1, max_grad_norm=3.0), max_steps=3)
     params = {"w": put(w.astype(np.complex64), "embed")}
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))

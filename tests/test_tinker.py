@@ -25,7 +25,7 @@ from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import DONE, FAILED, Store, StoreDamaged, TinkerRequest
 from tunix_lite.serving.tinker.work import next_turn
-from tunix_lite.trainer.data import Datum
+from tunix_lite.training_clients.data import Datum
 
 pytest.importorskip("aiohttp")
 # What the SDK 0.38.0 sends for forward(one datum, "ppo", {"clip_low_threshold": 0.8, "x": "t"}).

@@ -14,8 +14,8 @@ import tunix_lite
 from tunix_lite.basics.types import RowBatch, TokenScores
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
-from tunix_lite.trainer.data import Datum, parts_of_data
-from tunix_lite.trainer.losses import SETTINGS, token_loss
+from tunix_lite.training_clients.data import Datum, parts_of_data
+from tunix_lite.training_clients.losses import SETTINGS, token_loss
 
 TINY = [
     *("model=random", "model.architecture.num_layers=1", "model.architecture.embed_dim=16"),

@@ -13,7 +13,7 @@ from http.client import HTTPException
 import numpy as np
 
 from tunix_lite.serving.tinker import wire
-from tunix_lite.trainer.data import Datum
+from tunix_lite.training_clients.data import Datum
 
 PROTOBUF = "application/x-protobuf"
 RANK, SEED = 2, 3

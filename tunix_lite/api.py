@@ -32,9 +32,9 @@ from tunix_lite.tasks.sources import Arithmetic, FileRows
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
-from tunix_lite.trainer.data import Datum
-from tunix_lite.trainer.sampling import SampleSettings
-from tunix_lite.trainer.trainer import Trainer, TrainingClient
+from tunix_lite.training_clients.data import Datum
+from tunix_lite.training_clients.sampling import SampleSettings
+from tunix_lite.training_clients.trainer import Trainer, TrainingClient
 
 __all__ = [
     "DPO",

@@ -180,7 +180,7 @@ def main() -> None:
         setup_seconds=time.perf_counter() - began,
         versions={name: version(name) for name in ("tunix_lite", "jax")},
         trained_parameters=sum(x.size for x in jax.tree.leaves(run.state.params)),
-        rows=f"{run.rows.num_parts} x {run.rows.rows_per_part} rows of {run.rows.width} tokens",
+        rows=f"{run.rows.num_micro_batches} x {run.rows.rows_per_micro_batch} rows of {run.rows.width} tokens",
     )
     number = 0
     while turns.wait():

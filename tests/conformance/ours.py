@@ -113,7 +113,7 @@ def _with_prompt(x_BT: np.ndarray, value: Any) -> np.ndarray:
 
 
 def in_rows(
-    algorithm: Algorithm, batch: Batch, fixture: Fixture, layout: RowLayout, num_parts: int = 1
+    algorithm: Algorithm, batch: Batch, fixture: Fixture, layout: RowLayout, num_micro_batches: int = 1
 ) -> tuple[float, np.ndarray]:
     """The loss of a batch and its gradient by the log-probabilities [B, T], laid out in rows on the
     current mesh, micro-batch by micro-batch."""
@@ -128,9 +128,9 @@ def in_rows(
     def of_rows(here: jax.Array, rows: RowBatch) -> tuple[jax.Array, jax.Array]:
         def loss(here: jax.Array) -> jax.Array:
             streams = rows.streams | {"here": here}
-            parts = cut(rows.replace(max_parts=num_parts, streams=streams))
+            parts = cut(rows.replace(max_micro_batches=num_micro_batches, streams=streams))
             total = 0.0
-            for i in range(num_parts):
+            for i in range(num_micro_batches):
                 row = jax.tree.map(lambda x, i=i: x[i], parts)
                 part = row.streams["here"]
                 scores = TokenScores(jnp.where(row.loss_weight != 0, part, 0), 0 * part)

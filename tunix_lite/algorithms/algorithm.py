@@ -202,9 +202,9 @@ class Needs:
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
     # can (rollout.overlap)
     fresh: str | None = None
-    # what its loss says of held-out examples: nats (of a token, so that its exponential is a
-    # perplexity) or objective; None: nothing, as where it only has the right gradient. Its metrics
-    # are sums then.
+    # unit of its loss on held-out examples: nats (of a token, so that its exponential is a
+    # perplexity) or objective; None: the loss has the right gradient and no meaning of its own.
+    # With a unit, its metrics are sums.
     held_out_loss: str | None = None
     # what its policy gives of a token: logits, or score, the number of a reward model
     output: str = "logits"

@@ -51,16 +51,16 @@ def weights_of_learned(
     weighting: Weighting,
     completion_mask_BT: np.ndarray,
     prompt_B: np.ndarray,
-    num_parts: int,
+    num_mini_batches: int,
 ) -> np.ndarray:
     """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
 
     prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets;
-    below 0: it is not learned from. num_parts: the sequences are so many mini-batches, one after
-    the other, and each has weights of its own."""
+    below 0: it is not learned from. num_mini_batches: the sequences are so many mini-batches, one
+    after the other, and each has weights of its own."""
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
     # Each mini-batch is an update of its own, so it is weighted by itself.
-    for rows in np.split(np.arange(len(prompt_B)), num_parts):
+    for rows in np.split(np.arange(len(prompt_B)), num_mini_batches):
         rows = rows[prompt_B[rows] >= 0]
         # weightings divide by what there is
         if len(rows):

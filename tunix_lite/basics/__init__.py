@@ -1,1 +1,1 @@
-"""Checks of files before they are used: they may be damaged, or written by somebody else."""
+"""What every room uses: types, errors, addresses, digests, and checks of files of strangers."""

@@ -334,13 +334,13 @@ class RowBatch:
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     # [] int32, micro-batches that hold anything; None: all do
-    num_parts: jax.Array | None = None
+    num_micro_batches: jax.Array | None = None
     # [R] keys of the adapters' dropout; None: nothing is dropped
     dropout_keys: jax.Array | None = None
     # arrays that belong to no token and are never cut up, by name; None: there are none
     constants: dict[str, jax.Array] | None = None
-    # micro-batches that the rows can be cut into; `num_parts` of them run
-    max_parts: int = flax.struct.field(pytree_node=False, default=1)
+    # micro-batches that the rows can be cut into; `num_micro_batches` of them run
+    max_micro_batches: int = flax.struct.field(pytree_node=False, default=1)
     # columns of shared prompts; 0: none is shared (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: there are no lanes
@@ -349,12 +349,14 @@ class RowBatch:
     @property
     def num_used(self) -> int | jax.Array:
         """Returns how many micro-batches run."""
-        return self.max_parts if self.num_parts is None else self.num_parts
+        if self.num_micro_batches is None:
+            return self.max_micro_batches
+        return self.num_micro_batches
 
     @property
     def per_row(self) -> "RowBatch":
         """Returns the fields that have rows, which are cut into micro-batches."""
-        return self.replace(num_parts=None, constants=None)
+        return self.replace(num_micro_batches=None, constants=None)
 
     def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
         return self.replace(constants=constants)

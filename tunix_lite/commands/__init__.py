@@ -1,1 +1,1 @@
-"""The command line: thin, and with run_training.py the only code that knows Hydra."""
+"""The command line: a thin module for each command."""

@@ -1,5 +1,5 @@
-"""The command line: programs get a built `RunConfig` of it. Settings are composed here before
-`hydra.main` does, and checked before it makes a folder, so a mistake leaves nothing behind."""
+"""Turns the command line into a `RunConfig` for the programs. Settings are composed and checked
+here before `hydra.main` composes them and makes a folder, so a mistake leaves nothing behind."""
 
 import argparse
 import contextlib

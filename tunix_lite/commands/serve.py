@@ -23,7 +23,7 @@ from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
 from tunix_lite.serving.tinker.work import WorkerFailed
 from tunix_lite.settings.config import RunConfig
-from tunix_lite.trainer.trainer import Trainer
+from tunix_lite.training_clients.trainer import Trainer
 
 
 @dataclass(frozen=True)

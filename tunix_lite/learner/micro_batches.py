@@ -1,7 +1,8 @@
 """Micro-batches: a batch in rows, cut into parts that run one after the other and are only ever
 added up.
 
-A part is `rows_per_part` rows of each shard of the batch (fsdp), so no row moves between devices.
+A part is `rows_per_micro_batch` rows of each shard of the batch (fsdp), so no row moves between
+devices.
 Where sequences are packed, the number of rows that hold something differs from batch to batch, and
 so does the number of parts that run. That number travels with the batch: nothing compiles again.
 """
@@ -30,7 +31,7 @@ Summand = jax.Array | Max
 def cut(batch: RowBatch) -> RowBatch:
     """The rows [R, ...] of a batch as micro-batches [parts, rows, ...] with equal shares of every
     shard. Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
-    sizes = axis_size("fsdp"), batch.max_parts
+    sizes = axis_size("fsdp"), batch.max_micro_batches
 
     def divide(x: jax.Array) -> jax.Array:
         inner = x.shape[1:]
@@ -65,7 +66,7 @@ def accumulate(
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
         return grads, metrics
 
-    if batch.max_parts == 1:
+    if batch.max_micro_batches == 1:
         sums = place(fn(batch))
     elif sync_every > 1:
         sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
@@ -77,7 +78,7 @@ def accumulate(
 def _sum_parts(
     fn: OfPart,
     batch: Tree,
-    num_parts: int | jax.Array,
+    num_micro_batches: int | jax.Array,
     place: Callable[[Sums], Sums],
     in_place: bool = False,
 ) -> Sums:
@@ -107,7 +108,7 @@ def _sum_parts(
         return jax.tree.map(operator.add, sums, of_part, is_leaf=_is_max)
 
     # a traced number of parts: a loop of XLA, and not a scan
-    grads, metrics = jax.lax.fori_loop(0, num_parts, add, start)
+    grads, metrics = jax.lax.fori_loop(0, num_micro_batches, add, start)
     return (grads if total is None else jax.tree.map(jax.freeze, total)), metrics
 
 
@@ -133,7 +134,7 @@ def _sum_per_shard(
 
     def divide(x: jax.Array) -> jax.Array:
         # [R, ...] -> [parts, sync_every, shards, rows, ...]
-        parts = batch.max_parts // sync_every
+        parts = batch.max_micro_batches // sync_every
         x = x.reshape(axis_size("fsdp"), parts, sync_every, -1, *x.shape[1:])
         x = jnp.moveaxis(x, 0, 2)
         spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))

@@ -90,7 +90,7 @@ class Packed:
     is_scored: np.ndarray  # [R, M] bool
     shape: tuple[int, int]  # (B, T)
     # micro-batches that hold anything; None where the rows are the sequences: all do
-    num_parts: np.int32 | None
+    num_micro_batches: np.int32 | None
     row_shape: RowShape  # one of RowShape.prefixes
 
     def place(self, x_BT: np.ndarray) -> np.ndarray:
@@ -153,7 +153,7 @@ def unpacked(batch: Batch, num_rows: int = 0, num_scored: int | None = None) -> 
         previous=None,
         is_scored=counts_BT[:, T - num_scored :],
         shape=shape,
-        num_parts=None,
+        num_micro_batches=None,
         row_shape=RowShape(T),
     )
 
@@ -161,12 +161,12 @@ def unpacked(batch: Batch, num_rows: int = 0, num_scored: int | None = None) -> 
 def packed(
     batch: Batch,
     shape: RowShape,
-    rows_per_part: int,
-    num_parts: int,
+    rows_per_micro_batch: int,
+    num_micro_batches: int,
     shards: int,
 ) -> Packed:
-    """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
-    last. Micro-batch i is the i-th `rows_per_part` rows of every shard.
+    """Sequences side by side in shards * num_micro_batches * rows_per_micro_batch rows, shard by
+    shard, empty rows last. Micro-batch i is the i-th `rows_per_micro_batch` rows of every shard.
 
     Tokens that no counted token can see are dropped: those behind the last counted token of a
     sequence, and a sequence without any. With a prefix, neighbours share their prompt: the tokens
@@ -191,7 +191,7 @@ def packed(
 
     # tokens of each used row
     fills = np.bincount(row_of_unit, [unit.tokens for unit in units])
-    num_rows = shards * num_parts * rows_per_part
+    num_rows = shards * num_micro_batches * rows_per_micro_batch
     if len(fills) > num_rows:
         raise ValueError(
             f"the batch takes {len(fills)} rows of {shape.width} tokens, but there are only "
@@ -202,13 +202,13 @@ def packed(
     # shards of a part, then to the next part. Every other pass goes the other way round, or the
     # first would always get the fuller row.
     slot, shard = np.divmod(np.arange(len(fills)), shards)
-    part, nth = np.divmod(slot, rows_per_part)
+    part, nth = np.divmod(slot, rows_per_micro_batch)
     by_shard = np.where((nth + part) % 2, -shard, shard)
     by_part = np.where(nth % 2, -part, part)
     turn = np.lexsort((by_shard, by_part, nth))
     spread = np.zeros(len(fills), int)
     fullest_first = np.argsort(-fills, kind="stable")
-    spread[fullest_first] = (shard * num_parts * rows_per_part + slot)[turn]
+    spread[fullest_first] = (shard * num_micro_batches * rows_per_micro_batch + slot)[turn]
     row_of_unit = spread[row_of_unit]
 
     arrays, previous_RW = _fill_rows(units, row_of_unit, lanes_of_unit, num_rows, shape)
@@ -231,7 +231,7 @@ def packed(
         previous=previous,
         is_scored=is_scored,
         shape=counts_BT.shape,
-        num_parts=np.int32(max(1, -(-len(fills) // (shards * rows_per_part)))),
+        num_micro_batches=np.int32(max(1, -(-len(fills) // (shards * rows_per_micro_batch)))),
         row_shape=shape,
     )
 

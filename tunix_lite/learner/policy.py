@@ -102,7 +102,7 @@ def on_every_device(
         return constrain(x.reshape(-1, *inner), "batch", *["seq"] * len(inner))
 
     def score(params: Params, batch: RowBatch) -> Any:
-        if rows.num_parts == 1:
+        if rows.num_micro_batches == 1:
             scores = of_part(params, batch.per_row)
         else:
             parts = cut(batch)
@@ -112,7 +112,7 @@ def on_every_device(
                 return jax.tree.map(lambda to, x: to.at[i].set(x), out, scores)
 
             def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-                start = jnp.zeros((rows.num_parts, *x.shape), x.dtype)
+                start = jnp.zeros((rows.num_micro_batches, *x.shape), x.dtype)
                 return constrain(start, "layers", "batch", *["seq"] * (x.ndim - 1))
 
             # The number of parts that run is traced, so this is a loop of XLA and not a scan.

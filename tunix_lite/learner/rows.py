@@ -28,11 +28,11 @@ class RowLayout:
     # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
     packing: str = "none"
     # micro-batches; where rows are packed, the most that could ever be needed
-    num_parts: int = 1
+    num_micro_batches: int = 1
     # columns at the end of unpacked rows in which all scored tokens are; None: as many as needed
     num_scored: int | None = None
     shape: RowShape | None = None  # shape of packed rows
-    rows_per_part: int = 0  # packed rows in a micro-batch of a shard
+    rows_per_micro_batch: int = 0  # packed rows in a micro-batch of a shard
     # unpacked rows of an update, empty ones after a batch with fewer sequences; 0: as they come
     num_rows: int = 0
 
@@ -56,12 +56,12 @@ class RowLayout:
         if self.packing == "none":
             packed = packing.unpacked(batch, self.num_rows, self.num_scored)
         else:
-            sizes = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            sizes = self.rows_per_micro_batch, self.num_micro_batches, axis_size("fsdp")
             packed = packing.packed(batch, self.shape, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
         places = {name: getattr(packed, name) for name in PLACES}
         lanes = packed.row_shape.lanes
-        rows = RowBatch(**values | places | lanes, max_parts=self.num_parts)
+        rows = RowBatch(**values | places | lanes, max_micro_batches=self.num_micro_batches)
         return jax.tree.map(on_mesh, rows), packed
 
 
@@ -88,7 +88,7 @@ def row_shapes(
     has; streams: the names of its streams."""
     is_packed = layout.packing != "none"
     # the most that could ever be needed, so that one program serves every batch
-    num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
+    num_rows = axis_size("fsdp") * layout.num_micro_batches * layout.rows_per_micro_batch
     R = num_rows if is_packed else num_sequences
     W = layout.width if is_packed else length
     M = layout.shape.scored_sizes[0] if is_packed else layout.num_scored
@@ -102,7 +102,9 @@ def row_shapes(
         columns["scored"] = shape(M, jnp.int32)
         columns["previous"] = shape(M, jnp.int32)
         columns |= layout.shape.lanes
-        columns["num_parts"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+        columns["num_micro_batches"] = jax.ShapeDtypeStruct(
+            (), jnp.int32, sharding=sharding((), ())
+        )
     return RowBatch(
         tokens=shape(W, jnp.int32),
         token_mask=shape(W, jnp.bool_),
@@ -112,7 +114,7 @@ def row_shapes(
         segment_ids=shape(W, jnp.int32),
         positions=shape(W, jnp.int32),
         completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
-        max_parts=layout.num_parts,
+        max_micro_batches=layout.num_micro_batches,
     )
 
 
@@ -131,7 +133,9 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
     for shape in layout.shape.prefixes:
         # A run compiles them all before its first step, since which one a batch takes is not known.
         narrowed = jax.tree.map(partial(cut, shape.width), rows.per_row)
-        narrowed = narrowed.replace(num_parts=rows.num_parts, constants=rows.constants)
+        narrowed = narrowed.replace(
+            num_micro_batches=rows.num_micro_batches, constants=rows.constants
+        )
         for M in shape.scored_sizes:
             scored = {name: cut(M, getattr(rows, name)) for name in names}
             every.append(narrowed.replace(**scored, **shape.lanes))

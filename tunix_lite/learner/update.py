@@ -164,7 +164,7 @@ class TrainStep:
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
         totals = {LOAD: None}
-        if batch.max_parts > 1 and self.router_loss.aux_coef:
+        if batch.max_micro_batches > 1 and self.router_loss.aux_coef:
             totals = accumulate(load_of, batch, None, self.sync_every)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
         return batch.with_constants((batch.constants or {}) | totals)

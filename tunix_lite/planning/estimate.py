@@ -208,7 +208,7 @@ class MemoryEstimate:
         """Rows of a micro-batch on a device, and their width."""
         resolved = self.resolved
         if resolved.rows.packing != "none":
-            return resolved.rows.rows_per_part, resolved.rows.width
+            return resolved.rows.rows_per_micro_batch, resolved.rows.width
         return resolved.batch.micro_batch_size, sum(resolved.lengths)
 
     def scoring(self) -> dict[str, int]:
@@ -296,7 +296,7 @@ class MemoryEstimate:
         if rows.packing == "none":
             here = resolved.batch.sequences // resolved.fsdp
             return here * sum(resolved.lengths)
-        return rows.rows_per_part * rows.num_parts * rows.width
+        return rows.rows_per_micro_batch * rows.num_micro_batches * rows.width
 
     def gradient_bytes(self) -> int:
         """Gradients as the weights are stored, and with several micro-batches their float32 sums:
@@ -306,7 +306,7 @@ class MemoryEstimate:
         trained = resolved.tables.networks
         total = resolved.table_bytes(trained)
         is_per_shard = resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1
-        if resolved.rows.num_parts > 1:
+        if resolved.rows.num_micro_batches > 1:
             sums = resolved.table_bytes(trained, jnp.float32)
             total = sums if total == sums and not is_per_shard else total + sums
         if is_per_shard:

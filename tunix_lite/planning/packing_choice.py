@@ -140,11 +140,13 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     # only what is scored needs the head
     if rows.packing == "none":
         num_rows, width = batch.tokens.shape
-        per_part = num_rows // rows.num_parts
-        return _RowWork(rows.num_parts, per_part, width, rows.num_scored, tokens)
+        per_part = num_rows // rows.num_micro_batches
+        return _RowWork(rows.num_micro_batches, per_part, width, rows.num_scored, tokens)
     # packed as the run would: a formula would not know what fits beside what
-    sizes = (rows.shape, rows.rows_per_part, rows.num_parts, fsdp)
+    sizes = (rows.shape, rows.rows_per_micro_batch, rows.num_micro_batches, fsdp)
     packed = packing.packed(batch, *sizes)
     scored = packed.is_scored.shape[1]
     width = packed.row_shape.width
-    return _RowWork(int(packed.num_parts), rows.rows_per_part * fsdp, width, scored, tokens)
+    return _RowWork(
+        int(packed.num_micro_batches), rows.rows_per_micro_batch * fsdp, width, scored, tokens
+    )

@@ -58,7 +58,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GenerateFunction:
     """A function that samples, and one that compiles its programs.
     Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4)."""
 
@@ -296,7 +296,7 @@ def make_generate(
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Sampling:
+) -> GenerateFunction:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
     on_finished=None, on_chunk=None, between_chunks=None, partner=None, stepwise=False) -> Rollout
     of P * G rows.
@@ -379,7 +379,7 @@ def make_generate(
             lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
             _results(engine.programs.rewind, slots, lost_B)
 
-    return Sampling(generate, compile_ahead)
+    return GenerateFunction(generate, compile_ahead)
 
 
 def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:

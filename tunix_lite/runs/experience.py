@@ -47,6 +47,8 @@ class Experience:
     graded: Graded | None
     # updates that learn from it, this one included
     updates_left: int
+    # False for a batch that is handed out again
+    is_fresh: bool
 
 
 class ExperienceSource(Protocol):
@@ -89,7 +91,7 @@ class FreshExperience:
         # shuffles, so that the first one goes through the data in the same order whether others
         # follow or not.
         needs = session.run.algorithm.needs
-        self._parts = needs.mini_batches
+        self._num_mini_batches = needs.mini_batches
         self._num_prompts = session.parts.batch.prompts * needs.mini_batches
         steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
         self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
@@ -128,13 +130,13 @@ class FreshExperience:
                 self._collected = self._ahead.pop(step, None) or self._collect(step, params)
                 self._step = step
             batch, metrics, graded = self._collected
-            if self._parts > 1:
+            if self._num_mini_batches > 1:
                 batch, graded = self.mini_batch(update)
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             rows, _ = self._learner.resolved.rows.lay_out(batch)
         metrics = {} if update else metrics
-        return Experience(rows, batch, metrics, graded, self._updates - update)
+        return Experience(rows, batch, metrics, graded, self._updates - update, not update)
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
@@ -177,8 +179,8 @@ class FreshExperience:
     def mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""
         batch, _, graded = self._collected
-        parts = np.split(np.arange(len(batch.tokens)), self._parts)
-        rows = parts[update % self._parts]
+        mini_batches = np.split(np.arange(len(batch.tokens)), self._num_mini_batches)
+        rows = mini_batches[update % self._num_mini_batches]
         graded = None if graded is None else chosen_completions([graded], rows)
         return jax.tree.map(lambda x: x[rows], batch), graded
 

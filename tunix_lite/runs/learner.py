@@ -20,11 +20,11 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.rollout.generate import Sampling
+from tunix_lite.rollout.generate import GenerateFunction
 from tunix_lite.rollout.memory import choose_weights
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
-from tunix_lite.runs.separate_sampling import sampler_of_run
+from tunix_lite.runs.separate_sampling import generate_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
@@ -51,7 +51,7 @@ class Learner:
     resolved: ResolvedRun
     stopping: Stopping
     # the policy's sampler
-    sampler: Sampling
+    generate: GenerateFunction
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
@@ -80,14 +80,14 @@ class Learner:
         if self.resolved.converses:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens
 
-        compile_it = partial(self.sampler.compile_ahead, params, **about)
+        compile_it = partial(self.generate.compile_ahead, params, **about)
 
         # To learn from, and for the loss of held-out prompts, where the algorithm samples.
         calls = []
         needs = run.algorithm.needs
         count = run.algorithm.num_generations
         if self.overlap is not None:
-            calls.append(partial(self.overlap.compile_ahead, self.sampler, params, **about))
+            calls.append(partial(self.overlap.compile_ahead, self.generate, params, **about))
         elif not needs.demonstrations:
             num_prompts = self.resolved.batch.prompts * needs.mini_batches
             calls.append(partial(compile_it, num_prompts, count))
@@ -149,11 +149,11 @@ def build_learner(session: Session) -> Learner:
 
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
-    sampler = sampler_of_run(resolved, model.tokenizer)
+    generate = generate_of_run(resolved, model.tokenizer)
     # between two chunks a rollout can be given up, and the state is whole
-    generate = partial(sampler, between_chunks=session.stopping.check_between_chunks)
+    watched = partial(generate, between_chunks=session.stopping.check_between_chunks)
     seconds: Counter = Counter()
-    policy = policy_of(resolved, generate, reference, frozen_models, seconds)
+    policy = policy_of(resolved, watched, reference, frozen_models, seconds)
     scorers = {}
     for name, settings in run.task.reward_models.items():
         called = f"reward_{name}"
@@ -171,7 +171,7 @@ def build_learner(session: Session) -> Learner:
         train_step=train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
-        sampler=sampler,
+        generate=generate,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
         overlap=overlap_of(session, resolved, int(state.step)),

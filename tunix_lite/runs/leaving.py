@@ -54,8 +54,8 @@ class Unfinished:
             self._save_new()
             raise
         except Exception as error:
-            # Not a state that was given to an update which failed, nor one inside a rollout, where
-            # nobody could go on.
+            # A failed update may have destroyed the state that it was given. A state inside a
+            # rollout cannot be resumed.
             state = self.state()
             is_there = not any(x.is_deleted() for x in jax.tree.leaves(state))
             may_save = (
@@ -105,8 +105,11 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
     evaluation = run.evaluation
     due = is_due(start, evaluation.interval_steps, run.training.max_steps)
     row = None
-    names = ["eval/loss"] * bool(run.loss_examples)
-    names += ["eval/accuracy"] * bool(evaluation.num_examples)
+    names = []
+    if run.loss_examples:
+        names.append("eval/loss")
+    if evaluation.num_examples:
+        names.append("eval/accuracy")
     if start and names and due:
         rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)

@@ -13,7 +13,7 @@ from tunix_lite.algorithms.algorithm import Policy, TaskInterface
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
-from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
+from tunix_lite.rollout.generate import GenerateFunction, make_sampler, to_the_end
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.runs.separate_sampling import (
@@ -56,8 +56,8 @@ class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
 
 
 class _PartialRollouts:
-    """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
-    its groups, and the completions under way go on with the new weights. It gives
+    """rollout.overlap=carry: more prompts are in flight than an update needs. The update starts
+    once its groups are complete, and the completions under way go on with the new weights. It gives
     runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def __init__(self, session: Session, sampler: PartialSampler, start: InFlight):
@@ -79,7 +79,7 @@ class _PartialRollouts:
         """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
         return (self._before if step <= self._began else self._after).as_arrays()
 
-    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
+    def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
         """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
         run's conversations."""
         in_flight = (self._behind + 1) * self._batches.count * self._generations
@@ -217,7 +217,7 @@ def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Po
 
 class _TaskInHand:
     """A task whose grader is at work already, and whose environments have answered.
-    Example: `TaskInHand(task, grader).grader(examples)` is `grader`."""
+    Example: `_TaskInHand(task, grader).grader(examples)` is `grader`."""
 
     def __init__(self, task: Any, grader: Any):
         self._task = task
@@ -271,17 +271,17 @@ class _OneStepOffPolicy:
             self._before = self._after = replace(start, grader=grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See PartialRollouts."""
+        """See _PartialRollouts."""
         held = self._before if step <= self._began else self._after
         return (held or InFlight([], step)).as_arrays()
 
-    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """See PartialRollouts."""
-        samples = sampler if self._apart is None else self._apart
+    def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
+        """See _PartialRollouts."""
+        samples = generate if self._apart is None else self._apart
         samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See PartialRollouts. Raises what went wrong beside the update before."""
+        """See _PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
         self._before = self._after

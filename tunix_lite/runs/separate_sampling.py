@@ -15,12 +15,12 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import attached_machine
-from tunix_lite.rollout.generate import Sampling, make_generate
+from tunix_lite.rollout.generate import GenerateFunction, make_generate
 from tunix_lite.runs.session import Session
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
-def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
+def generate_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> GenerateFunction:
     """Builds the sampler of a run."""
     return make_generate(*arguments_of_sampler(resolved, tokenizer))
 
@@ -45,7 +45,7 @@ class SeparateSampling:
     Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grade)`."""
 
     mesh: jax.sharding.Mesh
-    generate: Sampling
+    generate: GenerateFunction
     # shardings of acting parameters on the mesh
     shardings: Params
     # whether some of the weights never change: their copies stay
@@ -126,7 +126,7 @@ def separate_sampling(session: Session, resolved: ResolvedRun) -> SeparateSampli
         f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
         f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
     )
-    generate = sampler_of_run(chosen, model.tokenizer)
+    generate = generate_of_run(chosen, model.tokenizer)
     return SeparateSampling(
         mesh,
         generate,

@@ -88,7 +88,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     # before anything is written or shown
     hide_users_of_urls(plain(run))
 
-    # Checks: whatever the settings get wrong ends here. Only the command has the lease of a bucket.
+    # Checks: a mistake in the settings ends the run here. The lease of a bucket is the command's.
     with error_context(""):
         check_on_disk("folder", str(folder))
     run_dir = RunDir(folder, jax.process_index())

@@ -203,9 +203,13 @@ class Parts:
         layout = self.rows
         packed = ""
         if layout.packing != "none":
-            times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
-            plural = "s" if layout.rows_per_part > 1 else ""
-            counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
+            times = (
+                f"{layout.num_micro_batches} passes of "
+                if layout.num_micro_batches > 1
+                else ""
+            )
+            plural = "s" if layout.rows_per_micro_batch > 1 else ""
+            counts = f"{layout.rows_per_micro_batch} row{plural} of {layout.width} tokens"
             where = " a shard" if self.batch.fsdp > 1 else ""
             packed = f", packed ({layout.packing}): {times}{counts}{where}"
         rows.append(("batch", f"{self.batch}{packed}"))
@@ -617,7 +621,8 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
                 f"updates_per_rollout={updates}"
             )
 
-        # There are steps left. With the run's own last checkpoint there are none, and all is well.
+        # No step is left: that is an error, unless the last checkpoint is the run's own, which is
+        # then complete.
         last = run.training.max_steps
         if step > last or (step == last and not has_own):
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Watches a run: numbers, evaluation, logs, checkpoints, signals. Their order stands in
-`Watch.after`: what a crash in between leaves on the disk is always true."""
+"""Watches a run: numbers, evaluation, logs, checkpoints, signals. `Watch.after` has their order: a
+crash between two of them leaves no file that says something wrong."""
 
 import contextlib
 import time
@@ -193,13 +193,13 @@ class Watch:
         self.source.compile_ahead(state)
         session.stopping.check_before_update()
         if self.start == 0 or self.row_without_evaluation is not None:
-            measured = self.evaluated(is_first=True)
+            measured = self.evaluate(is_first=True)
             if measured:
                 row = (self.row_without_evaluation or {}) | measured
                 self.log(self.start, row)
                 self.rank(self.start, row)
                 session.status.write("running")
-        # It was ended before, or would have been without the kill.
+        # Patience may have run out before: the run that goes on ends at once, too.
         ended = self.best.ended_by(session.run.training.early_stopping_patience)
         session.status.early_stopping = ended
         session.stopping.stop_if(bool(ended))
@@ -306,10 +306,10 @@ class Watch:
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
         self.check_sampler(done, metrics)
         if session.run.tracking.observers:
-            metrics |= self.observed(done)
+            metrics |= self.call_observers(done)
         last = session.run.training.max_steps
         if is_due(done.step, session.run.evaluation.interval_steps, last):
-            metrics |= self.evaluated()
+            metrics |= self.evaluate()
         is_new_best = self.rank(done.step, metrics)
         self.unfinished.log_pending()
 
@@ -362,7 +362,7 @@ class Watch:
             self.session.console.say(text, style="red")
 
         # What was learned from, as far as a rollout has not been looked at before.
-        if done.experience.metrics:
+        if done.experience.is_fresh:
             metrics |= advantage_metrics(done.experience.batch)
         # prompts too: they are computed as well
         self.num_tokens += int(np.asarray(done.experience.batch.token_mask).sum())
@@ -379,7 +379,7 @@ class Watch:
         )
         return metrics
 
-    def observed(self, done: StepDone) -> Metrics:
+    def call_observers(self, done: StepDone) -> Metrics:
         """Returns the metrics of the user's observers. Raises RunFailed, naming the observer."""
         metrics: Metrics = {}
         for name, observer in self.session.run.tracking.observers.items():
@@ -404,7 +404,7 @@ class Watch:
                     metrics[key] = float(number)
         return metrics
 
-    def evaluated(self, is_first: bool = False) -> Metrics:
+    def evaluate(self, is_first: bool = False) -> Metrics:
         """What held-out examples say now; {} without an evaluation. is_first: before any step."""
         session = self.session
         if not session.run.evaluation.num_examples and not session.run.loss_examples:
@@ -419,11 +419,11 @@ class Watch:
             metrics |= held_out_loss(self.learner, session.task, self.state)
         if session.run.evaluation.num_examples:
             session.console.show("measuring held-out accuracy")
-            metrics |= self.sampled(is_first)
+            metrics |= self.evaluate_completions(is_first)
         session.status.record(metrics)
         return {**metrics, "time/eval": time.perf_counter() - began}
 
-    def sampled(self, is_first: bool) -> Metrics:
+    def evaluate_completions(self, is_first: bool) -> Metrics:
         """The metrics of completions of held-out prompts, which samples/ gets when it is due."""
         session = self.session
         step = int(self.state.step)
@@ -450,7 +450,7 @@ class Watch:
         limit = self.session.run.training.max_sampler_gap
         cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
         is_stale = metrics.get("rollout/staleness_max", 0) > 0
-        has_own = done.experience.metrics and "train/sampler_gap" in metrics
+        has_own = done.experience.is_fresh and "train/sampler_gap" in metrics
         if limit is None or cuts_off or is_stale or not has_own:
             return
         # where old_logprobs=rescored the trainer's own are compared before the update
@@ -494,8 +494,8 @@ class Watch:
         self.session.status.steps = done.step
 
     def save(self) -> None:
-        """A checkpoint of the state as it is now. Parts.write_fingerprint says why what made it may
-        be written after it."""
+        """Saves a checkpoint of the state as it is now. The fingerprint is written after it, for
+        the reason in Parts.write_fingerprint."""
         session = self.session
         step = int(self.state.step)
         overlap = self.learner.overlap

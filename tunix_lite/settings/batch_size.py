@@ -193,10 +193,10 @@ def plan_rows(
         more_prompts = min(int(added // prompt), batch.prompts - 1)
         shape = replace(shape, prefix_columns=prompt * (1 + more_prompts))
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-    parts, rows_per_part = _parts(settings, batch.fsdp, shape, most, at_once)
+    parts, rows_per_micro_batch = _parts(settings, batch.fsdp, shape, most, at_once)
     # at last: what narrows compiles more programs, and changes no row
     shape = replace(shape, narrows=has_large_head)
-    return RowLayout(settings.packing, parts, None, shape, rows_per_part)
+    return RowLayout(settings.packing, parts, None, shape, rows_per_micro_batch)
 
 
 def _parts(

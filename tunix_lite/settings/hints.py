@@ -304,17 +304,19 @@ def wrong_override(
         options = options_of(key, folders)
         if value is None or str(value) in options:
             return None
-        there = f"here is {', '.join(options)}"
+        names = ", ".join(options)
         text = f"{key}={value}: there is no such {key}; "
         # The hint comes first: some groups have thirty options.
         value = str(value)
         if key == "model" and ("/" in value or value.startswith((".", "~"))):
-            return f"{text}did you mean {shell_quoted(f'model.weights={value}')}? T{there}"
+            return f"{text}did you mean {shell_quoted(f'model.weights={value}')}? There is {names}"
         # gemma-3-1b-it is gemma3_1b
         value = _KNOWN_OPTIONS.get((key, _plain(value)), value)
         same = (option for option in options if _plain(option) == _plain(value))
         option = next(same, None) or near_word(value, options)
-        return f"{text}did you mean {key}={option}? T{there}" if option else f"{text}t{there}"
+        if option:
+            return f"{text}did you mean {key}={option}? There is {names}"
+        return f"{text}there is {names}"
     if any(name == key or name.startswith(f"{key}.") for name in known):
         return None
     near = _nearest_settings(key, groups) if "." not in key else []

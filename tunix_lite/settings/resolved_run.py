@@ -69,7 +69,7 @@ class _FrozenModel:
 def trained_architecture(model: ModelConfig, cfg: Architecture, needs: Needs) -> Architecture:
     """The architecture as the algorithm needs it: reward models give numbers in place of logits.
     Raises ValueError for a reward model where logits are needed."""
-    if "logits" == needs.output != cfg.output:
+    if needs.output == "logits" and cfg.output != "logits":
         raise ValueError(
             f"model.weights={model.weights} is a reward model, which samples no tokens; it goes "
             "with algorithm=reward_model, or as a reward: "

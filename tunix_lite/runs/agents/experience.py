@@ -139,7 +139,8 @@ class AgentExperience:
         updates = self._algorithm.updates_per_rollout
         update = step % updates
         if update:
-            return replace(self._held, metrics={}, updates_left=updates - update)
+            left = updates - update
+            return replace(self._held, metrics={}, updates_left=left, is_fresh=False)
 
         # Episodes, their rewards and their advantages.
         G = self._algorithm.num_generations
@@ -157,12 +158,14 @@ class AgentExperience:
         # first such step on there are twice as many rows, which is a program more.
         layout = self._rows
         shards = self._session.parts.mesh.shape["fsdp"]
-        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
-            layout = replace(layout, num_parts=2 * layout.num_parts)
+        while (
+            len(batch.tokens) > layout.num_micro_batches * layout.rows_per_micro_batch * shards
+        ):
+            layout = replace(layout, num_micro_batches=2 * layout.num_micro_batches)
         self._rows = layout
         with error_context(f"step {step + 1}", RunFailed):
             rows, _ = layout.lay_out(batch)
-        self._held = Experience(rows, batch, graded.metrics, graded, updates_left=updates)
+        self._held = Experience(rows, batch, graded.metrics, graded, updates, True)
         return self._held
 
     def beside_update(self) -> Metrics:

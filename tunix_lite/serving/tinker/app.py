@@ -41,7 +41,7 @@ from tunix_lite.serving.tinker.work import LiveModels, Worker, WorkerFailed
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from tunix_lite.trainer.trainer import Trainer
+    from tunix_lite.training_clients.trainer import Trainer
 
 API = "/api/v1"
 # Seconds for which a question for a result waits for it. The SDK waits 45.

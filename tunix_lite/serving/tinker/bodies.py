@@ -9,7 +9,7 @@ from tunix_lite.basics.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 from tunix_lite.serving.tinker.store import MOST_RANK, Adapters
-from tunix_lite.trainer.sampling import SampleSettings, as_settings
+from tunix_lite.training_clients.sampling import SampleSettings, as_settings
 
 # Numbers of a sample, which the trainer checks.
 _DRAWN_BY = ("max_tokens", "temperature", "top_k", "top_p")

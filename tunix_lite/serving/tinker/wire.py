@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.trainer.data import VALUES, Datum
-from tunix_lite.trainer.sampling import Sample
+from tunix_lite.training_clients.data import VALUES, Datum
+from tunix_lite.training_clients.sampling import Sample
 
 # The fields of each message, numbered from 1. * repeats. A map is a list of entries.
 _MESSAGES = {

@@ -26,7 +26,12 @@ from tunix_lite.serving.tinker.store import (
 )
 
 if TYPE_CHECKING:
-    from tunix_lite.trainer.trainer import LossOutput, Trainer, TrainingClient, Weights
+    from tunix_lite.training_clients.trainer import (
+        LossOutput,
+        Trainer,
+        TrainingClient,
+        Weights,
+    )
 
 # Weights that get adapters, as paths name them.
 _ATTENTION = ("q", "k", "v", "o")

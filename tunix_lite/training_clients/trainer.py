@@ -44,15 +44,20 @@ from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import trained_architecture, with_defaults
-from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
-from tunix_lite.trainer.losses import TokenLoss, token_loss
-from tunix_lite.trainer.programs import (
+from tunix_lite.training_clients.data import Datum, check_data, check_tokens, parts_of_data
+from tunix_lite.training_clients.losses import TokenLoss, token_loss
+from tunix_lite.training_clients.programs import (
     TrainerPrograms,
     add_gradients,
     optimizer_of_client,
 )
-from tunix_lite.trainer.sampling import Sample, SampleSettings, SamplingEngine, as_settings
-from tunix_lite.trainer.saved import (
+from tunix_lite.training_clients.sampling import (
+    Sample,
+    SampleSettings,
+    SamplingEngine,
+    as_settings,
+)
+from tunix_lite.training_clients.saved import (
     kind_of,
     load_state,
     load_trained,

@@ -16,7 +16,7 @@ from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.trainer.data import check_tokens
+from tunix_lite.training_clients.data import check_tokens
 
 # Sequences that may wait for a slot: one call may ask for many.
 _MOST_WAITING = 1 << 20

@@ -19,7 +19,7 @@ from tunix_lite.learner.update import TrainStep, apply_for, widen
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
-from tunix_lite.trainer.losses import TokenLoss
+from tunix_lite.training_clients.losses import TokenLoss
 
 # Programs that are kept of each kind: clients of a server may send ever new settings.
 _MOST_KEPT = 32
