@@ -37,6 +37,10 @@ class WholeBatch:
         return np.where(kept_PG, values_PG, 0.0)
 
 
+# makes it for a function that asks for it; None: none does
+Whole = Callable[[], WholeBatch] | None
+
+
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
     """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator and exactly 0
     where all agree (GRPO, arXiv:2402.03300)."""
@@ -167,9 +171,7 @@ def _mean_and_std(values_PG: np.ndarray) -> tuple[float, float]:
 
 
 def advantages_of_kept(
-    advantages: Advantages,
-    rewards_PG: np.ndarray,
-    whole: Callable[[], WholeBatch] | None = None,
+    advantages: Advantages, rewards_PG: np.ndarray, whole: Whole = None
 ) -> np.ndarray:
     """[P, G]; 0 for a dropped completion, whose reward is nan, and for one that is alone in its
     group.
