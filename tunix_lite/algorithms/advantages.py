@@ -28,6 +28,18 @@ class WholeBatch:
     each: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)  # weight of each reward, by name
 
+    def advantages(self, function: Advantages, rewards_PG: np.ndarray) -> np.ndarray:
+        """[P, G]: those of a function that sees the whole batch; it has to know who is missing, so
+        it gets nan in their places."""
+        kept_PG = ~np.isnan(rewards_PG)
+        kept_PG &= kept_PG.sum(axis=1, keepdims=True) > 1
+        values_PG = function(np.where(kept_PG, rewards_PG, np.nan), whole=self)
+        return np.where(kept_PG, values_PG, 0.0)
+
+
+# makes it for a function that asks for it; None: none does
+Whole = Callable[[], WholeBatch] | None
+
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
     """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator and exactly 0
@@ -159,21 +171,19 @@ def _mean_and_std(values_PG: np.ndarray) -> tuple[float, float]:
 
 
 def advantages_of_kept(
-    advantages: Advantages, rewards_PG: np.ndarray, whole: WholeBatch | None = None
+    advantages: Advantages, rewards_PG: np.ndarray, whole: Whole = None
 ) -> np.ndarray:
     """[P, G]; 0 for a dropped completion, whose reward is nan, and for one that is alone in its
     group.
 
     `advantages` gets groups that lack the same completions together, and without them; if it has a
     parameter `whole`, everything at once, nan where dropped."""
-    kept_PG = ~np.isnan(rewards_PG)
-    kept_PG &= kept_PG.sum(axis=1, keepdims=True) > 1
     if takes(advantages, "whole"):
-        values_PG = advantages(np.where(kept_PG, rewards_PG, np.nan), whole=whole)
-        return np.where(kept_PG, values_PG, 0.0)
+        return whole().advantages(advantages, rewards_PG)
     result_PG = np.zeros_like(rewards_PG)
+    kept_PG = ~np.isnan(rewards_PG)
     for kept_G in np.unique(kept_PG, axis=0):
-        if kept_G.any():
+        if kept_G.sum() > 1:
             here = np.ix_((kept_PG == kept_G).all(axis=1), kept_G)
             result_PG[here] = advantages(rewards_PG[here])
     return result_PG

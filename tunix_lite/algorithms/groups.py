@@ -108,12 +108,12 @@ class Groups:
         parts = []
         for row, total in enumerate(totals_B):
             ends = [turn.end for turn in self.rollout.conversations[row].turns]
-            *first, last = rewards = self.graded.turn_rewards[row]
+            rewards = list(self.graded.turn_rewards[row])
             # What is in the reward beside those of the environment belongs to the last turn.
-            parts.append(list(zip(ends, [*first, last + (total - sum(rewards))])))
+            rewards[-1] += total - sum(rewards)
+            parts.append(list(zip(ends, rewards)))
         return parts
 
-    @property
     def whole(self) -> WholeBatch:
         """Facts for an advantage function beside the rewards."""
         shape = self.rewards_PG.shape

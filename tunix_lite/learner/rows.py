@@ -1,7 +1,7 @@
 """Lays out the sequences of a batch as rows on the mesh, and brings values back from there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -16,7 +16,15 @@ from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
 # fields of a RowBatch that say where its tokens stand
-PLACES = {one.name for one in fields(Packed)} & {one.name for one in fields(RowBatch)}
+PLACES = (
+    "segment_ids",
+    "positions",
+    "completion_ids",
+    "scored",
+    "previous",
+    "is_scored",
+    "num_parts",
+)
 
 
 @dataclass(frozen=True)

@@ -264,8 +264,7 @@ class MemoryEstimate:
         resolved = self.resolved
         if resolved.teacher is None:
             return 0
-        streams = resolved.teacher.streams(resolved.dtype).values()
-        of_a_token = sum(length * jnp.dtype(dtype).itemsize for length, dtype in streams)
+        of_a_token = resolved.teacher.embed_dim * jnp.dtype(resolved.dtype).itemsize
         return of_a_token * self._tokens_of_batch()
 
     def teacher_table(self) -> int:

@@ -74,10 +74,9 @@ class EpisodeGroups:
         rewards_PG = self.rewards_PG
         lengths_B = np.array([one.num_tokens for one in self.episodes])
         whole = WholeBatch(lengths_B.reshape(rewards_PG.shape), {"agent": rewards_PG})
+        how = (algorithm.advantages, rewards_PG, lambda: whole)
         limit = np.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
-        return np.clip(
-            advantages_of_kept(algorithm.advantages, rewards_PG, whole), -limit, limit
-        )
+        return np.clip(advantages_of_kept(*how), -limit, limit)
 
     def batch(self, algorithm: GRPO) -> Batch:
         """Makes the batch of an update: a sequence of an episode a row, [B, T], right-padded. Where
