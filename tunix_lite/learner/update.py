@@ -112,7 +112,7 @@ class TrainStep:
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
 
-        def gradient(rows: RowBatch, total: Any = None) -> Sums:
+        def gradient(rows: RowBatch, total: Params | None = None) -> Sums:
             rows = rows.with_constants(batch.constants)
             loss = partial(self.objective, frozen=frozen, batch=rows)
             value, pull, metrics = jax.vjp(loss, params, has_aux=True)

@@ -142,8 +142,9 @@ def scan_blocks(
 ) -> tuple[T, Any]:
     """lax.scan over the blocks of tables: one_block(carry, (number, a block [P, S, D] of each)) ->
     (carry, output)."""
-    # XLA for CPUs would copy each table for a dim of size 1.
-    blocks = [x.squeeze(1) if x.shape[1] == 1 else x for x in tables_NPSD]
+    # XLA for CPUs would copy each table for a dim of size 1. Of a single block, which is no loop,
+    # it computes the products of the forward pass once, and only with that dim.
+    blocks = [x.squeeze(1) if len(x) > 1 and x.shape[1] == 1 else x for x in tables_NPSD]
 
     def of_number(carry: T, block: tuple) -> tuple[T, Any]:
         number, *parts = block
