@@ -81,7 +81,7 @@ def converse(cfg, params, partner, on_chunk=None, **settings):
 def next_token(params, cfg, tokens, length, key, num_sampled):
     """What is drawn after so many of the tokens [1, T]."""
     meta = attention.one_sequence_per_row(jnp.arange(tokens.shape[1])[None] < length)
-    logits = decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta)[:, length - 1])
+    logits = decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta)[0][:, length - 1])
     return sampling.draw(logits, key[None], num_sampled[None], 1.0)[0][0]
 
 

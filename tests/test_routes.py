@@ -11,6 +11,7 @@ import optax
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers
+from test_train import OF_A_RUN, lines, without_time
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.api import export, load
@@ -33,6 +34,9 @@ from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.settings import resolved_run
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import find_model, resolve_run
+from tunix_lite.tasks import task as task_module
+from tunix_lite.tracking.checkpoint import Checkpoints
+from tunix_lite.train import train
 
 E, K, L = 8, 2, 2
 EXPERTS = Experts(count=E, per_token=K, mlp_dim=12)
@@ -530,3 +534,61 @@ def test_an_export_is_compared_on_the_same_routes(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting.hf, "save_params", other_router)
     with pytest.raises(ConfigError, match="read back, gives other scores"):
         export(model, tmp_path / "bad")
+
+
+@pytest.mark.wide
+def test_a_run_with_experts_that_dies_goes_on_as_if_nothing_had_been(tmp_path):
+    """Completions in flight are in its checkpoint, with their routes."""
+    changes = ["rollout.overlap=carry", "rollout.max_staleness=1", "rollout.chunk=2", "generation.max_new_tokens=12"]
+    run = compose([*TINY_MIXTURE, *OF_A_RUN, *changes])
+    state = train(run, tmp_path / "whole")
+    graded, calls = task_module.Grader.results, []
+
+    def dies_in_step_4(self, rollout, look=None):
+        calls.append(len(self.examples))
+        if calls.count(16) == 4:
+            raise jax.errors.JaxRuntimeError("the power went out")
+        return graded(self, rollout)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
+        patch.setattr(task_module.Grader, "results", dies_in_step_4)
+        train(run, tmp_path / "died")
+    held = Checkpoints(tmp_path / "died" / "checkpoints").in_flight(2)
+    assert held["routes"].dtype == np.uint8 and held["read"].any()
+    jax.tree.map(np.testing.assert_array_equal, train(run, tmp_path / "died"), state)
+    rows = [[without_time(row) for row in lines(tmp_path / name)] for name in ("whole", "died")]
+    assert rows[0] == rows[1]
+    steps = [row for row in rows[0] if "experts/rerouted" in row]  # the first row is an evaluation
+    assert steps[0]["experts/rerouted"] == 0 < steps[-1]["experts/load_max"]
+
+
+ARITHMETIC = [
+    *TINY_MIXTURE,
+    "model.architecture.num_layers=3",
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
+    *(f"task.source.{value}" for value in ("min_terms=2", "max_terms=2", "max_value=9", "worked=0")),
+    "generation.max_prompt_length=24",
+    "generation.max_new_tokens=8",
+    "evaluation.num_examples=0",
+    "training.save_interval_steps=0",
+    "optimizer.schedule=constant",
+    "rewards.workers=0",
+]
+
+
+@pytest.mark.wide
+def test_a_mixture_learns_arithmetic_from_demonstrations_and_then_from_rewards(tmp_path):
+    """Measured once, on two busy cores: a loss of 6.27 -> 0.15 in 200 updates of SFT, and a reward of 0.39 -> 0.58 in 40
+    of GRPO. With numbers up to 19, 600 and 60 updates, held-out accuracy went 0 -> 56 % -> 61 % (68 % halfway)."""
+    sft = ["algorithm=sft", "training.max_steps=200", "training.prompts_per_step=32", "optimizer.learning_rate=3e-3"]
+    train(compose([*ARITHMETIC, *sft]), tmp_path / "sft")
+    losses = [row["train/loss"] for row in lines(tmp_path / "sft")]
+    assert losses[0] > 5 and np.mean(losses[-5:]) < 0.5
+    grpo = ["training.max_steps=240", "training.prompts_per_step=16", "algorithm.num_generations=8"]
+    grpo += ["optimizer.learning_rate=5e-4", f"resume={tmp_path / 'sft'}", "resume.force=true"]
+    train(compose([*ARITHMETIC, *grpo]), tmp_path / "grpo")
+    rows = [row for row in lines(tmp_path / "grpo") if "reward/mean" in row]
+    rewards = [row["reward/mean"] for row in rows]
+    assert len(rewards) == 40 and np.mean(rewards[-8:]) > np.mean(rewards[:4]) + 0.08
+    # sampler and trainer took the same experts
+    assert max(row["train/sampler_gap_max"] for row in rows) < 1e-4

@@ -1,9 +1,12 @@
 """Text to learn from: files become tokens once, tokens become full rows, and a row is the same row for everybody."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import jax
@@ -11,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+import recorded_runs
 import text_worker
 from conftest import random_params, set_mesh
 from recorded_runs import metrics_of
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError
+from tunix_lite.commands.program import _refuse_run_on_text
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder
@@ -383,3 +388,47 @@ def test_epochs_in_place_of_steps_are_named_in_words():
     ours, theirs = {"training": {"last_batch": "drop"}}, {"training": {}}
     with pytest.raises(ValueError, match=r"training.epochs: epochs are counted here, updates there\."):
         check_same_run(ours, theirs, "run", force=False)
+
+
+@pytest.mark.wide
+def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
+    """kill -9 in the middle of an epoch, where the text is two files: metrics, arrays and held-out loss are the same."""
+    for name in ("one", "two"):
+        text_worker.write(tmp_path / f"{name}.jsonl")
+    words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
+    run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert recorded_runs.started(run, whole).wait(timeout=300) == 0
+    epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
+    step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
+    started = recorded_runs.started(run, again)
+    while recorded_runs.last_logged_step(again) <= step + 2:  # a checkpoint within the epoch is there
+        assert started.poll() is None
+        time.sleep(0.02)
+    os.killpg(started.pid, signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL and recorded_runs.last_logged_step(again) < len(epochs)
+    assert recorded_runs.started(run, again).wait(timeout=300) == 0
+    assert "resumed from step" in (again / "train.log").read_text()
+    assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
+    assert recorded_runs.checkpoint_of(again) == recorded_runs.checkpoint_of(whole)
+
+
+@pytest.mark.wide
+def test_tensor_parallelism_learns_the_same_of_text(alone, tmp_path):
+    corpus, folder, said = alone
+    other = text_worker.learn(str(corpus), str(tmp_path / "tp"), "1,2")
+    assert other["batches"] == said["batches"]
+    for name, values in said["params"].items():
+        np.testing.assert_allclose(other["params"][name], values, atol=1e-5, err_msg=name)
+    for mine, rows in zip(metrics_of(tmp_path / "tp"), metrics_of(folder), strict=True):
+        for name in {"eval/loss", "eval/perplexity", "train/loss"} & rows.keys():
+            assert mine[name] == pytest.approx(rows[name], rel=1e-5), name
+
+
+def test_a_run_on_text_is_not_graded_on_the_sums_of_the_default_task(tmp_path):
+    _refuse_run_on_text(tmp_path)  # of a copy without its fingerprint nobody knows
+    for task, is_refused in (("text.TextTaskConfig", True), ("files.FilesTaskConfig", False)):
+        about = {"model": {}, "task": {"_target_": f"tunix_lite.tasks.{task}"}}
+        (tmp_path / "fingerprint.json").write_text(json.dumps(about))
+        with pytest.raises(ConfigError, match="name a task, such as") if is_refused else contextlib.nullcontext():
+            _refuse_run_on_text(tmp_path)

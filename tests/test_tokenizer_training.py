@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tunix_lite import __main__ as entry
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.tokenizer_training import END, SPECIAL, train_tokenizer
-from tunix_lite.runs.setup import prepare, startup_summary, write_fingerprint
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 
@@ -94,9 +94,9 @@ def test_a_model_trains_with_the_tokenizer_of_its_task(tmp_path, monkeypatch, ca
     run_dir = RunDir(tmp_path / "run")
     parts = prepare(compose([*words[:2], *model, *more]), run_dir)
     run_dir.path.mkdir()
-    write_fingerprint(parts, run_dir)
+    parts.write_fingerprint(run_dir)
     kept = json.loads((run_dir.path / "model.json").read_text())["model"]
     assert kept["architecture"]["vocab_size"] == 384 and kept["tokenizer"] == str(folder)
-    assert "shape" in dict(startup_summary(parts, run_dir)[1])
+    assert "shape" in dict(parts.summary(run_dir)[1])
     tokens, *_ = parts.task.demonstrations(parts.task.batch(2, 0, 0))
     assert tokens.max() < parts.model.tokenizer.num_tokens <= 384

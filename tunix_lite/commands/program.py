@@ -32,6 +32,7 @@ from tunix_lite.distributed.command_line import (
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.inference.language_model import run_settings
+from tunix_lite.runs.fingerprint import read_fingerprint
 from tunix_lite.settings.compose import (
     as_yaml,
     compose_values,
@@ -45,6 +46,7 @@ from tunix_lite.settings.compose import (
 from tunix_lite.settings.config import RunConfig, build
 from tunix_lite.settings.hints import HYDRA, OF_COMMANDS, flags_first
 from tunix_lite.tracking.disk import ANYWHERE, DiskError
+from tunix_lite.tracking.rundir import RunDir
 
 EXIT_FAILED = 1
 # A launcher does not start the run again after this one.
@@ -202,6 +204,9 @@ def run_command(
                     f"checkpoint={values['checkpoint']!r} is not the folder of a run"
                 )
             values["model"] = _of_run(values, overrides)
+            groups = {key_of(text).lstrip("+~").partition(".")[0] for text in overrides}
+            if name == "evaluate" and "task" not in groups:
+                _refuse_run_on_text(Path(values["checkpoint"]))
         if known.cfg:
             print(as_yaml(values), end="")
             return
@@ -220,6 +225,20 @@ def run_command(
 
 # Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.
 _BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
+
+
+def _refuse_run_on_text(folder: Path) -> None:
+    """Raises ConfigError if the run learned from plain text: it answers no prompts."""
+    task = None
+    # A copy may have lost its fingerprint.
+    with contextlib.suppress(ValueError):
+        task = read_fingerprint(RunDir(folder).fingerprint).get("task")
+    if isinstance(task, dict) and str(task.get("_target_")).endswith(".TextTaskConfig"):
+        raise ConfigError(
+            f"checkpoint={folder} learned from plain text, which has no prompts; its held-out loss "
+            "is eval/loss in metrics.jsonl. To grade its completions of other prompts, name a "
+            "task, such as task=arithmetic"
+        )
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:

@@ -23,7 +23,7 @@ PLACES = (
     "scored",
     "previous",
     "is_scored",
-    "num_parts",
+    "num_micro_batches",
 )
 
 

@@ -527,9 +527,11 @@ def load_params(
         _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
     plain = flatten(decoder.weights(cfg))
     parts_of: dict[str, list[TensorPart]] = {path: [] for path in plain}
-    for part in itertools.chain(*hf_parts(cfg, family).values()):
+    by_name = hf_parts(cfg, family)
+    for part in itertools.chain(*by_name.values()):
         parts_of[part.path].append(part)
-    num_bytes = sum(tensors.num_bytes(name) for name in tensors)
+    # what nobody reads may have a type that we do not know
+    num_bytes = sum(tensors.num_bytes(name) for name in by_name if name in tensors)
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
