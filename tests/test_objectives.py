@@ -200,7 +200,7 @@ def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learne
     sums = weights.sum(axis=1).reshape(3, 2)
     np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
     # two mini-batches, each with a prompt
-    halves = weighting.weights_of_learned(weighting.per_prompt, mask[:4], np.array([0, 0, 1, 1]), num_micro_batches=2)
+    halves = weighting.weights_of_learned(weighting.per_prompt, mask[:4], np.array([0, 0, 1, 1]), num_mini_batches=2)
     np.testing.assert_allclose(halves.sum(axis=1), [1 / 2] * 4, rtol=1e-6)
     # the preset is that objective
     assert compose(["algorithm=scalerl"]).algorithm.weighting is weighting.per_prompt

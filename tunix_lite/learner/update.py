@@ -202,10 +202,13 @@ def apply(
     size = optax.tree.norm(updates)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
 
-    # The moments once more, now that this is known: those above would all be kept until then, and
-    # these take the place of the old ones. From the same arrays the compiler would make them once.
+    # XLA for CPUs would keep all new moments until this is known. From masked arrays it makes them
+    # once more and in place; from equal ones, elsewhere, they are those above.
+    def masked(arrays: tuple) -> tuple:
+        return jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
+
     arrays = (grads, state.opt_state, state.params)
-    arrays = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
+    arrays = jax.lax.platform_dependent(arrays, cpu=masked, default=lambda arrays: arrays)
     _, opt_state = optimizer.update(*arrays)
     params = optax.apply_updates(state.params, updates)
     moved = state.replace(params=params, opt_state=opt_state)

@@ -232,7 +232,7 @@ class MemoryEstimate:
     def update(self) -> dict[str, int]:
         """The bytes that the update adds: its batch, gradients, and activations: what is kept of
         every layer, and the larger of one layer at work (recomputed forward, and backward) and the
-        head's scores; or the changes of the weights, if they are more."""
+        head's scores; or, on a CPU, the changes of the weights, if they are more."""
         resolved = self.resolved
         rows, width = self._tokens_at_once()
         layer = 2 * self._layer_at_work(rows * width)
@@ -249,9 +249,10 @@ class MemoryEstimate:
             # of the teacher: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
             activations += MemoryEstimate(resolved.as_scorer(name))._head_at_work(rows)
-        # The changes of all weights are there before the first of them moves.
-        changes = resolved.table_bytes(resolved.tables.networks, jnp.float32)
-        activations = max(activations, changes)
+        if resolved.platform == "cpu":
+            # The changes of all weights are there before the first of them moves.
+            changes = resolved.table_bytes(resolved.tables.networks, jnp.float32)
+            activations = max(activations, changes)
         return {
             "batch": self._batch_bytes() + self._kept_of_teacher(),
             "gradients": self.gradient_bytes(),
