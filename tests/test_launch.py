@@ -195,6 +195,30 @@ def test_a_second_signal_ends_what_does_not_stop(tmp_path):
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
 
 
+def test_two_signals_at_once_are_no_success(tmp_path):
+    run = Launched(tmp_path, STOPS + WAIT, "--nprocs=2", max_restarts=3)
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGHUP)
+    code, _, err = run.end()
+    assert code - 128 in (signal.SIGTERM, signal.SIGHUP)
+    assert err == f"launch: stopped by {signal.Signals(code - 128).name}\n"
+
+
+def test_processes_that_a_signal_ends_together_with_the_launcher_have_not_failed(tmp_path):
+    body = "\n(folder / f'ready{rank}').write_text(str(os.getpid()))" + WAIT
+    run = Launched(tmp_path, body, "--nprocs=2", max_restarts=3)
+    wait_until_ready(run)
+    pids = [int(file.read_text()) for file in tmp_path.glob("ready*")]
+    run.process.send_signal(signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGCONT)
+    code, _, err = run.end()
+    assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
+
+
 def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_ever(tmp_path):
     body = STOPS + "\nif rank == '1':\n    print('saving failed: the culprit'); sys.exit(9)" + WAIT
     run = Launched(tmp_path, body, "--nprocs=2", max_restarts=3, grace=1)

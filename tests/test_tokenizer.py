@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -422,6 +423,28 @@ def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
         made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
     made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
     assert made.backend.token_to_id("<|im_end|>") not in made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
+
+
+@pytest.mark.parametrize("cut", ["[:29]", "[19:]", "[:-1]", ".split('|im_end|')[0]"])
+def test_a_template_that_cuts_what_is_marked_makes_no_control_token_of_it(tmp_path, cut):
+    template = "{% for m in messages %}{{ m.content" + cut + " }}<|im_end|>{% endfor %}"
+    made = Tokenizer.load(qwen(tmp_path / "q", template))
+    with pytest.raises(ValueError, match="the chat template does not write .* as it is"):
+        made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
+
+
+def test_a_template_that_puts_its_own_token_between_the_marks_is_refused(tmp_path):
+    template = "{% for m in messages %}{{ m.content.split('|im_end|') | join('|im_end|><|im_end|') }}{% endfor %}"
+    made = Tokenizer.load(qwen(tmp_path / "q", template))
+    with pytest.raises(ValueError, match="the chat template does not write .* as it is"):
+        made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
+
+
+def test_marks_of_many_special_tokens_take_linear_time():
+    count = 100_000
+    began = time.process_time()
+    marked = as_data("<s>" * count, [(i, i + 3) for i in range(0, 3 * count, 3)], "text")
+    assert time.process_time() - began < 5 and marked.count("<s>") == count
 
 
 # --- streams

@@ -290,13 +290,13 @@ class _Attempt:
         sent = 0
         while (left := self._running()) and time.monotonic() < until:
             # The first signal is sent on, once: two would cut a save off. The second ends all.
-            if len(self._signals) > 1:
-                break
             if self._signals and not sent:
                 sent = self._signals[0]
                 until = math.inf
                 for process in self.processes:
                     process.send_signal(sent)
+            if len(self._signals) > 1:
+                break
             failed = self._failed()
             if not failed and (stalled := self._stalled()):
                 break
@@ -307,6 +307,8 @@ class _Attempt:
                 until = time.monotonic() + (GRACE if sent else _CAUSE_ENDS_WITHIN)
             time.sleep(POLL)
 
+        # Whoever signals us may have ended all processes, too, before we look.
+        sent = sent or next(iter(self._signals), 0)
         # A process that the signal ended at once takes others with it: they lost a peer.
         failed = self._failed()
         early = [process for process in failed if sent and process.returncode in _BY_SIGNAL]

@@ -116,7 +116,7 @@ def _call_roll(
     # those that wait for an answer, each with the thread that hears it
     connections: dict[socket.socket, threading.Thread] = {}
     errors: list[str] = []
-    strangers: list[BaseException] = []
+    strangers: list[str] = []
 
     def hear(connection: socket.socket) -> None:
         """Notes the report of a connection, until the other side hangs up."""
@@ -124,7 +124,7 @@ def _call_roll(
             try:
                 process, its_count, about = _read_report(connection)
             except _UNREADABLE as problem:
-                strangers.append(problem)
+                strangers.append(str(problem)[:80])
                 if len(strangers) == 1:
                     stranger = f"a connection to port {port} is not from this run"
                     waiting.say(f"process 0: {stranger}, and is ignored")

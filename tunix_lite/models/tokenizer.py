@@ -45,12 +45,14 @@ _OF_CALLS = ("<|tool_call>", "<tool_call|>", '<|"|>')
 _FAILS = "tokenizer.json fails"
 # Flags of a token in tokenizer_config.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Characters of private use, which no template and no tokenizer knows.
-_PRIVATE = range(0xF0000, 0xFFFFE)
+# Characters of private use, which no template and no tokenizer knows; fonts have icons below them.
+_PRIVATE = range(0xFF000, 0xFFFFE)
 # Drawn anew, so that no text holds them: they stand around what `as_data` marks as text.
 _PREFIX = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
 _OPEN = f"{_PREFIX}{chr(_PRIVATE[256])}"
 _CLOSE = f"{_PREFIX}{chr(_PRIVATE[257])}"
+# What is left of one that was cut at its end or at its beginning.
+_BEGUN = (_PREFIX[:2], _OPEN[-2:], _CLOSE[-2:])
 
 
 @dataclass(frozen=True)
@@ -430,14 +432,21 @@ class Tokenizer:
         if as_json in written:
             text = re.sub(f"{re.escape(as_json)}.{{12}}", "", written)
             raise ValueError(f"the chat template does not write {shortened(text)} as it is")
-        if _OPEN not in written:
+        if not any(mark in written for mark in _BEGUN):
             return self.encode(written)
+        # A template that cuts a text may leave half of a mark, or put its own words inside of one.
+        special = self._special_texts.pattern
+        data = re.findall(f"(?s){_OPEN}(.*?){_CLOSE}", written)
+        left = re.sub(f"(?s){_OPEN}.*?{_CLOSE}", "", written)
+        is_cut = any(mark in left for mark in _BEGUN)
+        if is_cut or any(re.search(special, x) and not re.fullmatch(special, x) for x in data):
+            text = re.sub(f"[{_PREFIX}{_OPEN[-1]}{_CLOSE[-1]}]", "", written)
+            raise ValueError(f"the chat template does not write {shortened(text)} as it is")
         # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
         parts = []
         at = 0
-        marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
-        for match in re.finditer(marked_or_special, written):
+        for match in re.finditer(f"(?s:{_OPEN}.*?{_CLOSE})|{special}", written):
             own = match.group()
             parts += [written[at : match.start()]]
             parts += [names.get(own) or own.removeprefix(_OPEN).removesuffix(_CLOSE)]
@@ -526,9 +535,12 @@ def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
     if not spelled or how == "control":
         return text
     if how == "text":
-        for start, end in reversed(spelled):
-            text = f"{text[:start]}{_OPEN}{text[start:end]}{_CLOSE}{text[end:]}"
-        return text
+        parts = []
+        at = 0
+        for start, end in spelled:
+            parts += [text[at:start], _OPEN, text[start:end], _CLOSE]
+            at = end
+        return "".join([*parts, text[at:]])
     start, end = spelled[0]
     raise ValueError(
         f"{shortened(text)} holds the special token {text[start:end]!r}; "
