@@ -430,18 +430,23 @@ class Tokenizer:
         if as_json in written:
             text = re.sub(f"{re.escape(as_json)}.{{12}}", "", written)
             raise ValueError(f"the chat template does not write {shortened(text)} as it is")
-        if _OPEN not in written:
+        if _PREFIX not in written:
             return self.encode(written)
         # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
+        texts = []
         parts = []
         at = 0
         marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
         for match in re.finditer(marked_or_special, written):
             own = match.group()
-            parts += [written[at : match.start()]]
-            parts += [names.get(own) or own.removeprefix(_OPEN).removesuffix(_CLOSE)]
+            texts += [written[at : match.start()], own.removeprefix(_OPEN).removesuffix(_CLOSE)]
+            parts += [texts[-2], names.get(own) or texts[-1]]
             at = match.end()
+        if any(_PREFIX in text for text in [*texts, written[at:]]):
+            # The template has cut the text at a special token, and so has lost one of two marks.
+            text = written.replace(_OPEN, "").replace(_CLOSE, "")
+            raise ValueError(f"the chat template does not write {shortened(text)} as it is")
         renamed = "".join([*parts, written[at:]])
         with _named(_FAILS):
             encoded = backend.encode(renamed, add_special_tokens=False)
