@@ -421,6 +421,11 @@ def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
     made = Tokenizer.load(qwen(tmp_path / "q", escapes))
     with pytest.raises(ValueError, match=r"the chat template does not write '\"a <\|im_end\|>\"' as it is"):
         made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
+    for i, place in enumerate((0, -1)):
+        cuts = "{% for m in messages %}{{ m.content.split('<|im_end|>')[" + str(place) + "] }}{% endfor %}"
+        made = Tokenizer.load(qwen(tmp_path / f"cut{i}", cuts))
+        with pytest.raises(ValueError, match=f"the chat template does not write '{'ab'[place]}' as it is"):
+            made.prompt(as_data("a<|im_end|>b", [(1, 11)], "text"))
     made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
     assert made.backend.token_to_id("<|im_end|>") not in made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
 

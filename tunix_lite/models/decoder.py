@@ -300,8 +300,11 @@ def by_layer(
     """What each layer has of a tree of the layers. parts: of a leaf, for so many layers."""
     of_stacks = {}
     for stack, (_, count) in stacks(cfg).items():
-        leaves, structure = jax.tree.flatten(layers if stack is None else layers[stack])
-        of_stacks[stack] = map(structure.unflatten, zip(*(parts(x, count) for x in leaves)))
+        # Adapters may be those of some stacks only.
+        of_stack = layers if stack is None else layers.get(stack, {})
+        leaves, structure = jax.tree.flatten(of_stack)
+        by_number = zip(*(parts(x, count) for x in leaves)) if leaves else [()] * count
+        of_stacks[stack] = map(structure.unflatten, by_number)
     return [next(of_stacks[stack]) for stack in stack_of_layers(cfg)]
 
 

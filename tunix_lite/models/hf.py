@@ -722,9 +722,11 @@ def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     dtypes = {name: tensors.dtype(name) for name in tensors}
     # where each expert has a tensor there, it is written into that of its layer
     one = {PER_EXPERT[name].replace("*", "0"): whole for name, whole in FUSED_EXPERTS.items()}
-    for name in [name for name in dtypes if ".experts.0." in name]:
-        layer, _, expert = name.partition("mlp.")
-        dtypes[f"{layer}{one[f'mlp.{expert}']}"] = dtypes[name]
+    for name in list(dtypes):
+        layer, dot, expert = name.partition("mlp.")
+        # files also hold what nobody reads, such as the scales of other programs
+        if whole := one.get(dot + expert):
+            dtypes[layer + whole] = dtypes[name]
     return dtypes
 
 

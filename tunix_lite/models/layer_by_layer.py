@@ -39,11 +39,12 @@ def per_layer_params(
     def cast(leaf: Leaf) -> Leaf:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
-    by_number = params | {"layers": by_layer(params["layers"], cfg)}
+    # Adapters may be outside of layers alone.
+    by_number = params | {"layers": by_layer(params.get("layers", {}), cfg)}
     tree = jax.tree.map(cast, by_number, is_leaf=is_quantized)
     for kind, w, whole in zip(cfg.kinds_of_weights, tree["layers"], by_number["layers"]):
         declared = layer_weights(cfg, kind)
-        w |= {name: whole[name] for name, x in declared.items() if x.is_exact}
+        w |= {name: x for name, x in whole.items() if declared[name].is_exact}
         if not on_cpu:
             continue
         merge = partial(dense, inputs=1, dtype=dtype)
@@ -88,7 +89,7 @@ def per_layer_shapes(
         # As `are_for_cpu` has it, every device has all weights.
         whole = NamedSharding(params["embed"].sharding.mesh, P())
         return jax.tree.map(partial(shape, to=whole), shapes)
-    places |= {"layers": by_layer(places["layers"], cfg, of_layers)}
+    places |= {"layers": by_layer(places.get("layers", {}), cfg, of_layers)}
     return jax.tree.map(shape, shapes, places)
 
 
