@@ -1,5 +1,6 @@
 """The scripts of benchmarks/: the gate, the cells of accelerators, a GPU's parts, and the race of frameworks."""
 
+import ast
 import functools
 import importlib.util
 import json
@@ -33,6 +34,18 @@ Cell, TARGETS = accelerators.Cell, accelerators.TARGETS
 @pytest.fixture(scope="module")
 def gate():
     return script_of("gate")
+
+
+def test_scripts_import_names_that_are_there():
+    """Also those inside of functions, which no test calls."""
+    scripts = [*BENCHMARKS.rglob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    for script in scripts:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunix_lite"):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    is_there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}")
+                    assert is_there, f"{script.name}: {node.module} has no {name}"
 
 
 # ---- the gate fails at what is worse, and says what to do

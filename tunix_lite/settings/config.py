@@ -208,8 +208,7 @@ class TrackingConfig:
     def __post_init__(self):
         counts = "samples_interval_steps samples_shown"
         check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
-        if self.console not in ("plain", "quiet"):
-            raise ValueError(f"console={self.console!r} is one of plain, quiet")
+        check_choices(self, {"console": ("plain", "quiet")})
 
 
 @dataclass(frozen=True)
