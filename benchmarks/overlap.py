@@ -91,7 +91,7 @@ def lengths_of(step: int, rows: int, longest: int) -> list[int]:
 
 def force_lengths(prompts: int, generations: int, longest: int) -> None:
     """From here on every completion has the tokens of `lengths_of`: its limit, and no end token ends it earlier."""
-    from tunix_lite.rollout.generate import Sampling
+    from tunix_lite.rollout.generate import GenerateFunction
     from tunix_lite.rollout.partial import OpenCompletion
     from tunix_lite.runs import overlap, separate_sampling
 
@@ -108,7 +108,7 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
         def forced(*args, **options):
             return generate(*args, limits=lengths_of(next(steps), rows, longest), **options)
 
-        return Sampling(forced, generate.compile_ahead)
+        return GenerateFunction(forced, generate.compile_ahead)
 
     def request_of(self, ids, place, limit, criteria):
         limit = lengths_of(self.step, rows, longest)[self.prompt * generations + self.generation]

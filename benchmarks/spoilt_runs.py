@@ -26,7 +26,7 @@ from tunix_lite.basics.errors import RunFailed
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.rewards import math
-from tunix_lite.rollout.generate import Sampling
+from tunix_lite.rollout.generate import GenerateFunction
 from tunix_lite.runs import separate_sampling
 from tunix_lite.settings.compose import compose_values
 from tunix_lite.settings.config import RunConfig, build
@@ -127,7 +127,7 @@ def generating(change: Callable) -> Iterator[None]:
 def changed_rollout(change: Callable) -> Callable[[], contextlib.AbstractContextManager]:
     """Every rollout that is learned from goes through `change`; graded when it is over."""
 
-    def wrapped(make: Callable, *args: object) -> Sampling:
+    def wrapped(make: Callable, *args: object) -> GenerateFunction:
         generate = make(*args)
 
         def spoilt(*given: object, on_finished: Callable | None = None, **more: object) -> object:
@@ -135,7 +135,7 @@ def changed_rollout(change: Callable) -> Callable[[], contextlib.AbstractContext
                 return generate(*given, on_finished=on_finished, **more)
             return change(generate(*given, **more))
 
-        return Sampling(spoilt, generate.compile_ahead)
+        return GenerateFunction(spoilt, generate.compile_ahead)
 
     return lambda: generating(wrapped)
 

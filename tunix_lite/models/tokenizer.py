@@ -440,7 +440,10 @@ class Tokenizer:
         marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
         for match in re.finditer(marked_or_special, written):
             own = match.group()
-            texts += [written[at : match.start()], own.removeprefix(_OPEN).removesuffix(_CLOSE)]
+            texts += [
+                written[at : match.start()],
+                own.removeprefix(_OPEN).removesuffix(_CLOSE),
+            ]
             parts += [texts[-2], names.get(own) or texts[-1]]
             at = match.end()
         if any(_PREFIX in text for text in [*texts, written[at:]]):
