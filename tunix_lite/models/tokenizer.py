@@ -434,23 +434,19 @@ class Tokenizer:
             return self.encode(written)
         # One call of a tokenizer that knows special tokens by other names cuts the text as always.
         backend, names, ids = self._renamed
-        texts = []
         parts = []
         at = 0
         marked_or_special = f"(?s:{_OPEN}.*?{_CLOSE})|{self._special_texts.pattern}"
         for match in re.finditer(marked_or_special, written):
             own = match.group()
-            texts += [
-                written[at : match.start()],
-                own.removeprefix(_OPEN).removesuffix(_CLOSE),
-            ]
-            parts += [texts[-2], names.get(own) or texts[-1]]
+            parts += [written[at : match.start()]]
+            parts += [names.get(own) or own.removeprefix(_OPEN).removesuffix(_CLOSE)]
             at = match.end()
-        if any(_PREFIX in text for text in [*texts, written[at:]]):
-            # The template has cut the text at a special token, and so has lost one of two marks.
-            text = written.replace(_OPEN, "").replace(_CLOSE, "")
-            raise ValueError(f"the chat template does not write {shortened(text)} as it is")
         renamed = "".join([*parts, written[at:]])
+        plain = written.replace(_OPEN, "").replace(_CLOSE, "")
+        # The template may have cut a text at a special token, and lost one of the two marks.
+        if _OPEN in renamed or _CLOSE in renamed:
+            raise ValueError(f"the chat template does not write {shortened(plain)} as it is")
         with _named(_FAILS):
             encoded = backend.encode(renamed, add_special_tokens=False)
         for token, (start, end) in zip(encoded.ids, encoded.offsets):
@@ -462,8 +458,8 @@ class Tokenizer:
             if token in unknown and name not in renamed[start:end]:
                 continue
             raise ValueError(
-                f"this tokenizer has no way to write {name!r} as text, and "
-                f"{shortened(written.replace(_OPEN, '').replace(_CLOSE, ''))} holds it"
+                f"this tokenizer has no way to write {name!r} as text, and {shortened(plain)} "
+                "holds it"
             )
         return self._in_table([ids.get(token, token) for token in encoded.ids])
 
