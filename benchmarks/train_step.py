@@ -34,6 +34,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.flops import Throughput
+from tunix_lite.planning.hardware import of_device
 from tunix_lite.settings.compose import compose
 
 SMALL = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
@@ -96,7 +97,7 @@ def main() -> None:
             arm.turn()
             if turn == 0:  # the first one warms up
                 arm.seconds.clear()
-    throughput = Throughput.on(mesh, cfg, 0)
+    throughput = Throughput(cfg, 0, mesh.size, of_device(mesh.devices.flat[0]))
     for arm in arms:
         seconds = statistics.median(arm.seconds)
         said = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
 from model_checks import check_sampled, random_adapters, sampled
+from test_every_family import tiny
 
 from tunix_lite.basics.types import Batch, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
@@ -21,6 +22,7 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
+from tunix_lite.rollout.generate import make_prepare
 
 CFG = Architecture(64, 2, 64, 4, 2, 16, 128, pattern=("global",), window=None, query_scale=16)
 LORA = LoraConfig(rank=4, alpha=8.0, base="fp32")
@@ -221,3 +223,19 @@ def test_sampling_and_scoring_agree_under_adapters():
     acting = attach(base_of("nf4"), adapters_of(), LORA)
     rollout = sampled(CFG, acting, eos=tuple(range(1, 12)))
     check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=CFG))(acting, rollout.tokens, rollout.token_mask))
+
+
+@pytest.mark.parametrize("name, layers", [("qwen3.5_0.8b", [3]), ("qwen3_30b_a3b", [0, 1])])
+def test_adapters_of_some_layers_are_prepared_by_themselves(name, layers):
+    """As a training client samples: no delta layer has q, k or v, and a mixture's router has no adapter."""
+    cfg = tiny(name)
+    set_mesh(1, 1)
+    declared = adapter_weights(decoder.weights(cfg), LoraConfig(rank=2, targets=".*/(q|k|v)"))
+    adapters = init_params(declared, jax.random.key(0))
+    by_layer = make_prepare(cfg, jnp.float32, gather=True, may_join=False)(adapters)["layers"]
+    assert [i for i, layer in enumerate(by_layer) if layer] == layers and len(by_layer) == cfg.num_layers
+    stack = adapters["layers"].get("global", adapters["layers"])
+    for place, i in enumerate(layers):
+        jax.tree.map(
+            lambda one, whole, place=place: np.testing.assert_array_equal(one, whole[place]), by_layer[i], stack
+        )

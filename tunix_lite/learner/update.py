@@ -1,5 +1,5 @@
 """One update: loss -> `gradients` -> `apply` -> new state. A run compiles both as one program; the
-clients of a Trainer compile each by itself (trainer/programs.py)."""
+clients of a Trainer compile each by itself (training_clients/programs.py)."""
 
 import functools
 from collections.abc import Callable
