@@ -237,3 +237,15 @@ def test_complex_weights_learn_over_a_mesh_as_by_hand(fsdp, parts, sync_every):
     assert state.params["w"].dtype == np.complex64 and len(state.params["w"].sharding.device_set) == fsdp
     np.testing.assert_allclose(np.asarray(state.params["w"]), w, rtol=1e-5)
     assert np.abs(w - before).max() > 0.1
+
+
+def test_a_stream_of_an_algorithm_that_is_called_targets_is_not_what_is_scored(layer, rollout):
+    """Only clients of a Trainer say with it what a token predicts."""
+    cfg, params = layer
+    batch = batch_of(rollout)
+    scores = make_policy(cfg, None, 1.0).scores
+    alone, named = (
+        scores(params, RowLayout().lay_out(one)[0]).logprobs
+        for one in (batch, batch.replace(streams={"targets": np.zeros_like(batch.tokens)}))
+    )
+    np.testing.assert_array_equal(named, alone)

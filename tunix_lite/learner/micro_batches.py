@@ -2,9 +2,9 @@
 added up.
 
 A part is `rows_per_micro_batch` rows of each shard of the batch (fsdp), so no row moves between
-devices.
-Where sequences are packed, the number of rows that hold something differs from batch to batch, and
-so does the number of parts that run. That number travels with the batch: nothing compiles again.
+devices. Where sequences are packed, the number of rows that hold something differs from batch to
+batch, and so does the number of parts that run. That number travels with the batch: nothing
+compiles again.
 """
 
 import operator

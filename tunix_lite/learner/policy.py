@@ -184,7 +184,8 @@ def batch_scores(
 
     head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
     [R, M] or [R, M, K], comes back in rows. before: 0 reads the hidden state of each token itself,
-    which predicts what batch.streams has as its target. forward: settings of decoder.forward."""
+    which predicts batch.streams["targets"] if the batch has it. forward: settings of
+    decoder.forward."""
     meta = attention.meta_of_rows(batch)
     routes = replayed(batch.routes, cfg)
     hidden_RWD, routed = decoder.forward(
@@ -205,7 +206,9 @@ def batch_scores(
 
     # The hidden states [R, M, D] that predict the tokens which count, and these tokens [R, M].
     before_RMD = at_scored(hidden_RWD, batch, before)
-    targets_RM = at_scored(batch.streams.get("targets", batch.tokens), batch)
+    # of a batch whose tokens predict something else, and not each other
+    targets = batch.tokens if before else batch.streams.get("targets", batch.tokens)
+    targets_RM = at_scored(targets, batch)
     table_VD = decoder.output_table(params, cfg) if cfg.output == "logits" else None
     scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
     scores_RW = jax.tree.map(in_rows, scores_RM)

@@ -121,7 +121,9 @@ class TrainStep:
                 return {}, metrics
             return pull(jnp.ones_like(value))[0], metrics
 
-        grads, metrics = accumulate(gradient, batch, grad_shardings, self.sync_every, True)
+        grads, metrics = accumulate(
+            gradient, batch, grad_shardings, self.sync_every, in_place=True
+        )
         # of a complex weight, jax gives the conjugate of the direction in which the loss rises
         grads = jax.tree.map(jnp.conj, grads)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
@@ -203,7 +205,7 @@ def apply(
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
 
     # XLA for CPUs would keep all new moments until this is known. From masked arrays it makes them
-    # once more and in place; from equal ones, elsewhere, they are those above.
+    # again, in place. Elsewhere both calls have equal arrays, and the compiler makes them once.
     def masked(arrays: tuple) -> tuple:
         return jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
 

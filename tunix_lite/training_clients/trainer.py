@@ -249,7 +249,7 @@ class TrainingClient(Weights):
         settings: Mapping | None = None,
     ) -> LossOutput:
         """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
-        loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
+        loss: one of training_clients/losses.py, a sum over tokens. settings: of the loss, such as
         {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token."""
         # Dropout takes a key for each sequence of a batch, and calls of a client add up to none.
         if self.lora is not None and self.lora.dropout:
