@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, store_of
+from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, send, store_of
 from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed import join
 
@@ -246,12 +246,10 @@ class BucketFolder:
         is_all = not writes_directly(step)
         self.copy()
         name = f"{step.relative_to(self.place).as_posix()}/"
-        files = [file for file in half.rglob("*") if file.is_file()]
-        there = [f"{self._root}/{name}{file.relative_to(half).as_posix()}" for file in files]
         with explained(self.place, OSError):
             if is_all:
                 self._remove(name)
-            self._fs.put([*map(str, files)], there)
+            send(step, half=half)
         self.check()
         if is_all:
             with explained(self.place, OSError):

@@ -61,8 +61,7 @@ class ModelConfig:
         check_mesh_shape(self.mesh_shape)
         check_place("weights", self.weights)
         check_place("tokenizer", self.tokenizer)
-        if self.chat_template is not None:
-            check_place("chat_template", self.chat_template)
+        check_place("chat_template", self.chat_template)
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
@@ -209,15 +208,6 @@ def locate(model: ModelConfig) -> FoundModel:
     return FoundModel(
         cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights
     )
-
-
-def random_architecture(model: ModelConfig) -> Architecture:
-    """The architecture of random weights; of model.target_params, with the tokens of the tokenizer.
-    Raises ValueError."""
-    if model.target_params is None:
-        return model.architecture
-    tokenizer = Tokenizer.load(_folder(model.tokenizer))
-    return sizes.sized(model.architecture, model.target_params, tokenizer.num_tokens)
 
 
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:

@@ -33,7 +33,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
+from tunix_lite.models.source import BUNDLED, ModelConfig, locate
 from tunix_lite.parallel.mesh import AXES, elements_on_device, resolve_mesh_shape
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -388,8 +388,10 @@ class ResolvedRun:
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
     nothing from the hub. Raises ConfigError."""
+    with error_context(""):
+        # of random weights with a size, the tokens of the tokenizer count, too
+        cfg = model.architecture if model.target_params is None else locate(model).cfg
     with error_context("model"):
-        cfg = random_architecture(model) if model.weights == "random" else model.architecture
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):
