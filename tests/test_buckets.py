@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.basics import addresses, buckets
-from tunix_lite.basics.addresses import address_of, check_place, place_here
+from tunix_lite.basics.addresses import address_of, place_here
 from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed import bucket_folder
@@ -85,8 +85,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("address", REFUSED)
 def test_other_addresses_are_refused_with_what_can_be_used(address):
-    with pytest.raises(ValueError, match=f"^folder={address}: .*{REFUSED[address]}"):
-        check_place("folder", address)
+    with pytest.raises(ValueError, match=f"^{address}: .*{REFUSED[address]}"):
+        place_here(address)
 
 
 def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):

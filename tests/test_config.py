@@ -328,14 +328,14 @@ def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_
 
 
 ADDRESSED = [
-    ("commands.train", "hydra.run.dir=hf://bucket/run", "hydra.run.dir=hf://bucket/run"),
+    ("commands.train", "hydra.run.dir=hf://bucket/run", "hydra.run.dir: hf://bucket/run"),
     ("launch", "--nprocs=2 train.py -m seed=0,1 +hydra.sweep.dir=s3://b/run", "hydra.sweep.dir=s3://b/run"),
     ("commands.generate", "-cd gs://bucket/conf prompt=Hi", "--config-dir=gs://bucket/conf"),
-    ("commands.train", "resume=gs://bucket", "resume: folder=gs://bucket"),
-    ("commands.train", "model.weights=file:///models/gemma", "model: weights=file:///models/gemma"),
-    ("commands.train", "model.lora.adapter=hf://some/adapter", "model.lora: adapter=hf://some/adapter"),
-    ("commands.generate", "out=az://bucket/file prompt=Hi", "out=az://bucket/file"),
-    ("commands.export", "checkpoint=outputs/latest out=https://host/model", "out=https://host/model"),
+    ("commands.train", "resume=gs://bucket", "resume: gs://bucket"),
+    ("commands.train", "model.weights=file:///models/gemma", "model.weights: file:///models/gemma"),
+    ("commands.train", "model.lora.adapter=hf://some/adapter", "model.lora: hf://some/adapter"),
+    ("commands.generate", "out=az://bucket/file prompt=Hi", "out: az://bucket/file"),
+    ("commands.export", "checkpoint=outputs/latest out=https://host/model", "out: https://host/model"),
 ]
 
 

@@ -25,15 +25,6 @@ def check_on_disk(name: str, path: object) -> None:
         raise ValueError(f"{name}={path}: {NO_ADDRESSES}")
 
 
-def check_place(name: str, path: object) -> None:
-    """Raises ValueError if the setting `name` is an address of no bucket. Values but text pass."""
-    if isinstance(path, str) and is_address(path):
-        try:
-            place_here(path)
-        except ValueError as error:
-            raise ValueError(f"{name}={error}") from error
-
-
 def is_address(path: str) -> bool:
     """Returns whether a text names a place on the network: gs://bucket/run."""
     return ADDRESS.match(path.strip("'\"")) is not None

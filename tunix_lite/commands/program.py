@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tunix_lite.basics.addresses import check_place, is_address
+from tunix_lite.basics.addresses import is_address
 from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.plain_text import visible, without_secrets
@@ -185,8 +185,6 @@ def run_command(
         written = []
         for key in ("checkpoint", "out", "prompts"):
             value = values.get(key)
-            with error_context(""):
-                check_place(key, value)
             with error_context(key):
                 if isinstance(value, str) and is_address(value):
                     path = bring(value, is_mine=key == "out")

@@ -212,7 +212,6 @@ class BucketFolder:
         or that a dead run has left unfinished. Raises OSError as `check`."""
         self.check()
         with self._copying, explained(self.place, OSError):
-            changed = {}
             for file in sorted(self.place.rglob("*")):
                 name = file.relative_to(self.place).as_posix()
                 is_apart = name == ".lock" or name.startswith(("checkpoints/", "reference/"))
@@ -222,8 +221,7 @@ class BucketFolder:
                 if self._copied.get(name) != stat:
                     # A file may grow meanwhile: what is read now is sent.
                     self._fs.pipe_file(f"{self._root}/{name}", file.read_bytes())
-                    changed[name] = stat
-            self._copied |= changed
+                    self._copied[name] = stat
 
             # Where orbax writes to the bucket itself, it alone removes old ones. The newest stays.
             here = {p.name for p in self.place.glob("checkpoints/*") if p.name.isdecimal()}

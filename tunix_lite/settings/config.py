@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
-from tunix_lite.basics.addresses import check_on_disk, check_place
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import (
     ConfigError,
@@ -218,9 +218,6 @@ class ResumeConfig:
     # conf/config.yaml explains each setting
     folder: str = "auto"
     force: bool = False
-
-    def __post_init__(self):
-        check_place("folder", self.folder)
 
 
 @dataclass(frozen=True)

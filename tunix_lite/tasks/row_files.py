@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -102,9 +103,8 @@ class Rows(list):
 
     def part(self, places: Sequence[int]) -> "Rows":
         """Some of the rows, which keep their lines."""
-        rows = Rows.__new__(Rows)
-        rows.extend(self[i] for i in places)
-        vars(rows).update(vars(self))
+        rows = copy.copy(self)
+        rows[:] = [self[i] for i in places]
         return rows
 
 
