@@ -92,7 +92,7 @@ def test_other_addresses_are_refused_with_what_can_be_used(address):
 def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=r"^s3:// needs s3fs: pip install -e '\.\[s3\]'$"):
-        buckets.file_system.__wrapped__("s3")
+        buckets.file_system("s3")
 
 
 # ---- what is brought

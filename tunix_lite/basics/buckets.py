@@ -34,7 +34,6 @@ RUN = "model.json"
 _OWN = re.compile(r"\.lock|\.hydra/.*|launch/.*")
 
 
-@functools.cache
 def file_system(scheme: str) -> "fsspec.AbstractFileSystem":
     """The store of gs:// or s3://. Raises ValueError, with the extra to install."""
     package, extra = STORES[scheme]

@@ -305,12 +305,9 @@ class RunConfig:
         of = "loss" if name in OF_LOSS else "num"
         count = self.loss_examples if of == "loss" else evaluation.num_examples
         if training.ranks and part == "eval" and not count:
-            needed = " with algorithm=sft, dpo or distill" if of == "loss" else ""
-            other = "eval/accuracy" if of == "loss" else "eval/loss with algorithm=sft"
             raise ValueError(
                 f"training.best_metric={training.best_metric} is not measured, as "
-                f"evaluation.{of}_examples is 0 here; set it above 0{needed}, or name another "
-                f"metric, such as training.best_metric={other}"
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric"
             )
 
     @property
