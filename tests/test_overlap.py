@@ -493,6 +493,8 @@ def test_a_checkpoint_keeps_what_is_in_flight_and_damage_is_named(tmp_path):
 
     with pytest.raises(ValueError, match="it has"):
         InFlight.from_arrays({"steps": np.array([1])})
+    with pytest.raises(ValueError, match="the completions in flight are damaged"):
+        in_flight_from(arrays | {"reasons": np.array([99, 1, 2], np.int32)})
     (tmp_path / "checkpoints/3/in_flight.npz").write_bytes(b"PK no zip")
     with pytest.raises(ValueError, match="in_flight.npz"):
         Checkpoints(tmp_path / "checkpoints").in_flight(3)
