@@ -165,7 +165,7 @@ class TrainStep:
 
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
-        totals = {LOAD: None}
+        totals = {}
         if batch.max_micro_batches > 1 and self.router_loss.aux_coef:
             totals = accumulate(load_of, batch, None, self.sync_every)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
