@@ -59,7 +59,7 @@ def test_the_short_help_names_commands_groups_and_settings(monkeypatch, capsys):
 
 
 def program_main():
-    program.main(lambda run, folder: None, lambda run, folder: None)
+    program.main(lambda run, folder, found: None, lambda run, folder: None)
 
 
 def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):

@@ -176,7 +176,7 @@ def test_a_foreign_word_ends_the_program_with_one_line(words, message, tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run_training.py", *(word.format(tmp=tmp_path) for word in words)])
     with pytest.raises(SystemExit) as ended:
-        program.main(lambda run, folder: None, lambda run, folder: None)
+        program.main(lambda run, folder, found: None, lambda run, folder: None)
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1 and message in told, told
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]

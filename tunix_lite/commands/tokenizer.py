@@ -47,8 +47,9 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
         # One after the other: all of them may be larger than memory.
         texts = run.task.texts(settings.num_examples)
         made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
-    sizes = [(len(text.encode()), len(made.encode(text))) for text in run.task.texts(1000)]
-    size, num_tokens = map(sum, zip(*sizes))
+    texts = [*run.task.texts(1000)]
+    size = sum(len(text.encode()) for text in texts)
+    num_tokens = sum(len(made.encode(text)) for text in texts)
     print(
         f"{made.num_tokens:,} tokens; one stands for {size / num_tokens:.2f} bytes on average"
     )
