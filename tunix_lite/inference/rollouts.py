@@ -1,16 +1,14 @@
 """A loaded model as what samples the completions of a task, as a run does."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Params, Prompts, Rollout
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
-from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.generate import GenerateFunction, make_generate
 from tunix_lite.rollout.memory import SamplingMemory, choose_weights
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 
@@ -25,9 +23,10 @@ def generate_of(
     rollout: RolloutConfig,
     counts: list[tuple[int, int]],
     tp_reduce_dtype: str = "float32",
-) -> Callable[..., Rollout]:
-    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it.
-    counts: (prompts, completions of each) of the largest calls to come."""
+) -> GenerateFunction:
+    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it,
+    for the mesh of the model. counts: (prompts, completions of each) of the largest calls to come.
+    """
     with jax.set_mesh(model.mesh):
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])
@@ -39,21 +38,13 @@ def generate_of(
             slots = min(slots, busy)
         how = (model.cfg, model.dtype, generation, rollout, slots, counts)
         weights, _ = choose_weights(model.params, SamplingMemory.here(*how))
-    generate = make_generate(
-        model.cfg,
-        generation,
-        model.tokenizer.eos_ids,
-        model.tokenizer.pad_id,
-        model.dtype,
-        replace(rollout, num_slots=slots, weights=weights),
-        model.tokenizer,
-        jnp.dtype(tp_reduce_dtype),
-    )
-
-    def on_the_mesh(
-        params: Params, prompts: Prompts, *args: object, **settings: object
-    ) -> Rollout:
-        with jax.set_mesh(model.mesh):
-            return generate(params, prompts, *args, **settings)
-
-    return on_the_mesh
+        return make_generate(
+            model.cfg,
+            generation,
+            model.tokenizer.eos_ids,
+            model.tokenizer.pad_id,
+            model.dtype,
+            replace(rollout, num_slots=slots, weights=weights),
+            model.tokenizer,
+            jnp.dtype(tp_reduce_dtype),
+        )
