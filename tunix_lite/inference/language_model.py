@@ -113,7 +113,7 @@ class LanguageModel:
         if generation is None:
             generation = GREEDY if num_generations == 1 else LONG
         settings = RolloutConfig() if rollout is None else rollout
-        slots = settings.num_slots or batch_size
+        slots = settings.fixed_slots or batch_size
         # nobody learns from these completions
         settings = replace(settings, num_slots=slots, replay_routes=False)
         if isinstance(max_new_tokens, int):

@@ -46,7 +46,7 @@ def live_engine(
         )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
-        slots = round_up_to_shards(rollout.num_slots or _SLOTS, model.mesh.shape["fsdp"])
+        slots = round_up_to_shards(rollout.fixed_slots or _SLOTS, model.mesh.shape["fsdp"])
         how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
         sampler = make_sampler(*how, per_request=True)
         if prepared is None:

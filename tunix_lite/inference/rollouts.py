@@ -1,6 +1,9 @@
 """A loaded model as what samples the completions of a task, as a run does."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +11,10 @@ import jax.numpy as jnp
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
-from tunix_lite.rollout.generate import GenerateFunction, make_generate
+from tunix_lite.rollout.generate import GenerateFunction, make_generate, make_sampler
 from tunix_lite.rollout.memory import SamplingMemory, choose_weights
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
+from tunix_lite.rollout.slot_choice import choose_slots
 
 # On a CPU: slots of any model, and weights times slots of a small one.
 _CPU_SLOTS = 16
@@ -27,6 +31,19 @@ def generate_of(
     """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it,
     for the mesh of the model. counts: (prompts, completions of each) of the largest calls to come.
     """
+
+    def made(make: Callable, slots: int, weights: str) -> Any:
+        return make(
+            model.cfg,
+            generation,
+            model.tokenizer.eos_ids,
+            model.tokenizer.pad_id,
+            model.dtype,
+            replace(rollout, num_slots=slots, weights=weights),
+            model.tokenizer,
+            jnp.dtype(tp_reduce_dtype),
+        )
+
     with jax.set_mesh(model.mesh):
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])
@@ -37,14 +54,9 @@ def generate_of(
             busy = round_up_to_shards(max(_CPU_SLOTS, busy), model.mesh.shape["fsdp"])
             slots = min(slots, busy)
         how = (model.cfg, model.dtype, generation, rollout, slots, counts)
-        weights, _ = choose_weights(model.params, SamplingMemory.here(*how))
-        return make_generate(
-            model.cfg,
-            generation,
-            model.tokenizer.eos_ids,
-            model.tokenizer.pad_id,
-            model.dtype,
-            replace(rollout, num_slots=slots, weights=weights),
-            model.tokenizer,
-            jnp.dtype(tp_reduce_dtype),
-        )
+        memory = SamplingMemory.here(*how)
+        if rollout.num_slots == "auto":
+            slots, _ = choose_slots(memory, model.params, partial(made, make_sampler, slots))
+            memory = replace(memory, num_slots=slots)
+        weights, _ = choose_weights(model.params, memory)
+        return made(make_generate, slots, weights)

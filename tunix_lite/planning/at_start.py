@@ -81,8 +81,8 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     """Checks before anything is loaded the bytes that are known exactly: those that stay on a
     device, and while sampling the weights, the cache and the prompts that wait."""
     machine = attached_machine()
-    chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
-    plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
+    chosen = MemoryEstimate(resolved).with_sampling_choices(machine.capacity)
+    plan = compile_plan(machine, chosen, {})
     # what a formula may get wrong must not refuse a run
     known = ("weights to sample", "cache", "prompts")
     phases = [

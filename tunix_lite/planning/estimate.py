@@ -6,6 +6,7 @@ computed."""
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
 from tunix_lite.models.weights import Weight, is_quantized
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
-from tunix_lite.rollout.memory import weights_that_fit
+from tunix_lite.rollout.memory import SamplingMemory, slots_that_fit, weights_that_fit
 from tunix_lite.settings.resolved_parts import optimizer_of
 from tunix_lite.settings.resolved_run import ResolvedRun
 
@@ -162,21 +163,31 @@ class MemoryEstimate:
             for kind in set(cfg.kinds_of_weights)
         )
 
-    def choose_sampling_weights(
+    def with_sampling_choices(
         self, capacity: int | None, beside: dict[str, int] | None = None
-    ) -> str:
-        """gathered or sharded, by the rule of rollout.memory. capacity: bytes of a device; None:
-        whole weights are taken to fit. beside: what stays on it, where it is not `resident`."""
+    ) -> ResolvedRun:
+        """The run with gathered or sharded weights, and of rollout.num_slots=auto the most slots,
+        by the rules of rollout.memory. capacity: bytes of a device; None: all is taken to fit.
+        beside: what stays on it, where it is not `resident`."""
+        resolved = self.resolved
+        rollout = resolved.run.rollout
         # nobody knows what is free, and gathered is faster
-        if capacity is None and self.resolved.run.rollout.weights == "auto":
-            return "gathered"
-        stays = self.resident() if beside is None else beside
-        chosen, _ = weights_that_fit(
-            self.resolved.sampling_memory,
-            weight_bytes=lambda: self.sampling_copy(is_gathered=True),
-            free_bytes=lambda: capacity - sum(stays.values()),
-        )
-        return chosen
+        if capacity is None and rollout.weights == "auto":
+            return replace(resolved, sampling_weights="gathered")
+        free = (capacity or 0) - sum((self.resident() if beside is None else beside).values())
+
+        def chosen(memory: SamplingMemory) -> str:
+            copy = partial(self.sampling_copy, is_gathered=True)
+            return weights_that_fit(memory, copy, lambda: free)[0]
+
+        slots = resolved.slots
+        if rollout.num_slots == "auto" and capacity is not None:
+            memory = resolved.sampling_memory
+            weights = chosen(replace(memory, num_slots=resolved.fsdp))
+            copy = self.sampling_copy(weights == "gathered")
+            slots = slots_that_fit(memory, copy, free)[0]
+        resolved = replace(resolved, slots=slots)
+        return replace(resolved, sampling_weights=chosen(resolved.sampling_memory))
 
     def apart(self, capacity: int | None) -> dict[str, int]:
         """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
@@ -193,10 +204,8 @@ class MemoryEstimate:
         known."""
         if (sampler := self.resolved.apart) is None:
             return None
-        chosen = MemoryEstimate(sampler).choose_sampling_weights(
-            capacity, MemoryEstimate(sampler)._weights_apart()
-        )
-        return replace(sampler, sampling_weights=chosen)
+        estimate = MemoryEstimate(sampler)
+        return estimate.with_sampling_choices(capacity, estimate._weights_apart())
 
     def _weights_apart(self) -> dict[str, int]:
         parts = self.resident()

@@ -221,8 +221,7 @@ def with_choices(
     resolved = with_packing(
         run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     )
-    chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
-    return replace(resolved, sampling_weights=chosen)
+    return MemoryEstimate(resolved).with_sampling_choices(machine.capacity)
 
 
 def estimated(

@@ -4,7 +4,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from tunix_lite.parallel.mesh import (
 )
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.engine import prompt_cache_blocks
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 _USABLE = 0.9
@@ -102,17 +102,38 @@ def choose_weights(params: Params, memory: SamplingMemory) -> tuple[str, str]:
     """gathered or sharded, and in words why, for these weights on the current mesh. All hosts must
     ask, when all else that stays on the devices is there."""
 
-    def gathered_bytes() -> int:
-        shapes = per_layer_shapes(params, memory.cfg, memory.dtype, gather=True)
-        return sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(shapes)
-        )
-
     # on the fullest device of all hosts
     return weights_that_fit(
-        memory, gathered_bytes, lambda: min(allgather_values(free_bytes()))
+        memory,
+        lambda: copy_bytes(params, memory, gather=True),
+        lambda: min(allgather_values(free_bytes())),
     )
+
+
+def copy_bytes(params: Params, memory: SamplingMemory, gather: bool) -> int:
+    """Bytes on a device of the weights as sampling reads them. gather: whole over fsdp."""
+    shapes = per_layer_shapes(params, memory.cfg, memory.dtype, gather=gather)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )
+
+
+def slots_that_fit(memory: SamplingMemory, weight_bytes: int, free_bytes: int) -> list[int]:
+    """The numbers of slots among which num_slots=auto chooses, the most first: all that
+    `memory` has, a half, a quarter and so on. Of those that fit beside the weights the first
+    three, as each has programs of its own; the least if none fits."""
+    fsdp = memory.mesh_shape["fsdp"]
+    sizes = [memory.num_slots]
+    while sizes[-1] > fsdp:
+        sizes.append(round_up_to_shards(sizes[-1] // 2, fsdp))
+
+    def fits(num_slots: int) -> bool:
+        of_slots = replace(memory, num_slots=num_slots)
+        needed = weight_bytes + of_slots.cache_bytes() + of_slots.prompt_bytes()
+        return needed <= _USABLE * free_bytes
+
+    return ([size for size in sizes if fits(size)] or sizes[-1:])[:3]
 
 
 def weights_that_fit(

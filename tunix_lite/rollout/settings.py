@@ -119,7 +119,7 @@ class RolloutConfig:
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`."""
 
     # conf/rollout/default.yaml explains each setting
-    num_slots: int | None = None
+    num_slots: int | str | None = None
     chunk: int = 16
     weights: str = "auto"
     cache: str = "compute"
@@ -131,10 +131,14 @@ class RolloutConfig:
 
     def __post_init__(self):
         check_choices(self, CHOICES)
-        rule = "must be at least 1, or null to derive it"
-        check_numbers(self, "num_slots", lambda x: x >= 1, rule)
+        rule = "must be at least 1, auto, or null to derive it"
+        check_numbers(self, "num_slots", lambda x: x == "auto" or _is_count(x), rule)
         check_numbers(self, "chunk", lambda x: x >= 1, "must be at least 1")
         check_numbers(self, "max_staleness", lambda x: x >= 0, "must not be negative")
+        if self.num_slots == "auto" and self.overlap != "none":
+            raise ValueError(
+                f"num_slots=auto goes with overlap=none; with overlap={self.overlap} write a number"
+            )
         if self.mesh_shape is None:
             return
         try:
@@ -159,9 +163,19 @@ class RolloutConfig:
         """Returns whether an update may learn from tokens that earlier weights drew."""
         return self.overlap != "none" and self.max_staleness > 0
 
+    @property
+    def fixed_slots(self) -> int | None:
+        """The number that num_slots says; None: null or auto."""
+        return None if self.num_slots == "auto" else self.num_slots
+
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """Slots for so many sequences: up to _MAX_SLOTS, rounded up to a multiple of fsdp."""
-        return round_up_to_shards(self.num_slots or min(_MAX_SLOTS, num_sequences), fsdp)
+        """Slots for so many sequences: up to _MAX_SLOTS, rounded up to a multiple of fsdp. With
+        auto these are the most that may be chosen."""
+        return round_up_to_shards(self.fixed_slots or min(_MAX_SLOTS, num_sequences), fsdp)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:

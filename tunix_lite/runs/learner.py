@@ -20,11 +20,12 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.rollout.generate import GenerateFunction
+from tunix_lite.rollout.generate import GenerateFunction, make_sampler
 from tunix_lite.rollout.memory import choose_weights
+from tunix_lite.rollout.slot_choice import choose_slots
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
-from tunix_lite.runs.separate_sampling import generate_of_run
+from tunix_lite.runs.separate_sampling import arguments_of_sampler, generate_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
@@ -142,8 +143,21 @@ def build_learner(session: Session) -> Learner:
     # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
     # the devices is there by now.
     acting = acting_params(frozen, policy_part(state.params), model.lora)
+    slots_are = ""
+    if run.rollout.num_slots == "auto":
+        slots, why = choose_slots(
+            resolved.sampling_memory,
+            acting,
+            lambda place: make_sampler(
+                *arguments_of_sampler(
+                    replace(resolved, sampling_weights=place), model.tokenizer
+                )
+            ),
+        )
+        resolved = replace(resolved, slots=slots)
+        slots_are = f" ({why})"
     sampling_weights, why = choose_weights(acting, resolved.sampling_memory)
-    console.say(f"sampling: {resolved.slots} slots, {why}")
+    console.say(f"sampling: {resolved.slots} slots{slots_are}, {why}")
     # the sampler and the plan must speak of the same copy
     resolved = replace(resolved, sampling_weights=sampling_weights)
 
