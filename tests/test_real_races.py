@@ -1,5 +1,6 @@
 """The races on real weights: what they print of kept calls, whose turn it is, and who is left out."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -48,3 +49,16 @@ def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_p
         "grpo smollm2 tiny: prompt_tokens differs, {'ours': 12, 'trl': 13}",
         "grpo: P, 2 cores, jax 1, trl 2; 3 rounds; load before 0.25 at most; 2026-11-27 abc",
     ]
+
+
+def test_a_race_reads_rows_of_gsm8k_and_asks_as_the_model_is_asked(race, tmp_path):
+    rows = tmp_path / "train.jsonl"
+    row = {"question": "2 and 3?", "answer": "They are <<2+3=5>>5.\n#### 5"}
+    rows.write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
+    args = argparse.Namespace(rows=rows, models=tmp_path, gguf=None)
+    for model, cell in (("smollm2", "sft smollm2 16 rows"), ("gemma3", "grpo gemma3 4 x 8 x 64, LoRA")):
+        work = race.with_files(race.cells()[cell] | {"prompts": 2}, args, tmp_path)
+        example = work["examples"][0]
+        assert example["completion"] == "They are 5.\n#### 5"
+        asked = {"smollm2": "2 and 3?", "gemma3": "Question: 2 and 3?\nAnswer:"}[model]
+        assert work["template"].format(**example) == asked
