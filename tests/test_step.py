@@ -47,40 +47,8 @@ def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
     )
 
 
-def gradient_in_parts(cfg, params, batch, parts: int, dtype, in_place: bool = False):
-    algorithm = GRPO(kl_coef=0.1)
-
-    def gradient(batch, total=None):
-        def loss(params):
-            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
-            scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
-            return algorithm.loss(scores, batch)
-
-        if total is None:
-            return jax.grad(loss, has_aux=True)(params)
-        value, pull, metrics = jax.vjp(loss, params, has_aux=True)
-        pull.with_refs(total)(jnp.ones_like(value))
-        return {}, metrics
-
-    fields = {name: value for name, value in vars(batch).items() if value is not None}
-    return jax.jit(partial(accumulate, gradient, in_place=in_place))(RowBatch(**fields, max_micro_batches=parts))
-
-
 def relative_difference(a, b) -> float:
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)) / optax.tree.norm(b))
-
-
-def test_micro_batches_do_not_change_the_gradient(layer, rollout):
-    cfg, params = layer
-    batch = batch_of(rollout)
-    whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
-    summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
-    # where they arise, gradients are added in the same order
-    in_place, _ = gradient_in_parts(cfg, params, batch, 4, jnp.float32, in_place=True)
-    assert relative_difference(in_place, summed_up) < 1e-6
-    assert relative_difference(summed_up, whole) < 1e-5
-    for name in metrics:
-        np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shards, every", [(1, 1), (2, 1), (2, 2)])
