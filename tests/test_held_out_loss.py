@@ -284,13 +284,6 @@ def test_a_held_out_row_without_a_demonstration_is_named_before_the_start(tmp_pa
         prepare(compose(settings), RunDir(tmp_path / "run"))
 
 
-def test_the_start_names_the_rate_of_all_devices(tmp_path):
-    settings = [*SFT, "model.mesh_shape=[[4,1],[fsdp,tp]]", "optimizer.scale_lr_with_devices=true"]
-    parts = prepare(compose(settings), RunDir(tmp_path))
-    panel = dict(parts.summary(RunDir(tmp_path))[1])
-    assert "0.01 x 4 shards = 0.04" in panel["optimizer"]
-
-
 def test_a_metric_that_no_evaluation_has_ends_the_run_before_its_first_step(tmp_path):
     settings = [*SFT, ONE, "training.max_steps=1", "training.keep_best_checkpoints=1", "training.best_is=lowest"]
     with pytest.raises(RunFailed, match="best_metric=eval/margin is not measured; there is eval/loss, "):
