@@ -243,7 +243,8 @@ def _mixture(
         # The name is one of those that decoder.REMAT keeps.
         both = (checkpoint_name(multiplied(name, x_RD), "product") for name in ("gate", "up"))
         # Weighted before the last product: then the gradient of the weights needs no result of it.
-        hidden_RI = stored(wide(activate(*both, cfg)) * weights_R1, x_ND.dtype)
+        hidden_RI = activate(*both, cfg)
+        hidden_RI = stored(wide(hidden_RI) * weights_R1, x_ND.dtype)
         # A bias counts once for all parts.
         is_first = tp is None or jax.lax.axis_index(tp) == 0
         out_RD = multiplied("down", hidden_RI, jnp.where(is_first, weights_R1, 0))

@@ -289,13 +289,22 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
             rows = slice(first, first + hf_shape(one)[0])
-            experts = 0 if has_one else count
             before += [
-                TensorPart(name, path, at, one, rows, experts, family.by_turns)
-                for at in places
+                TensorPart(
+                    name,
+                    path,
+                    place,
+                    one,
+                    rows,
+                    experts=0 if has_one else count,
+                    by_turns=family.by_turns,
+                )
+                for place in places
             ]
+    if not family.by_turns:
+        return parts
     # gate and up have every other row
-    for name, those in parts.items() if family.by_turns else ():
+    for name, those in parts.items():
         paths = list(dict.fromkeys(part.path for part in those))
         turns = {x: slice(i, those[-1].rows.stop, len(paths)) for i, x in enumerate(paths)}
         parts[name] = [replace(part, rows=turns[part.path]) for part in those]

@@ -258,10 +258,13 @@ def _adapted(
 ) -> tuple[dict[str, list[hf.TensorPart]], int]:
     """The weights in every tensor that has adapters, and the rank of all: where a tensor holds
     several weights, its one adapter has their pairs side by side."""
-    parts_of = hf.hf_parts(cfg, _as_peft(family))
-    paths = {name: _paths(parts, lora) for name, parts in parts_of.items()}
-    adapted = {name: parts for name, parts in parts_of.items() if paths[name]}
-    return adapted, max(map(len, paths.values())) * lora.rank
+    adapted = {}
+    most = 0
+    for name, parts in hf.hf_parts(cfg, _as_peft(family)).items():
+        if paths := _paths(parts, lora):
+            adapted[name] = parts
+            most = max(most, len(paths))
+    return adapted, most * lora.rank
 
 
 def _paths(parts: list[hf.TensorPart], lora: LoraConfig) -> list[str]:

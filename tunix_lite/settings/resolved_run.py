@@ -387,9 +387,11 @@ class ResolvedRun:
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
     nothing from the hub. Raises ConfigError."""
-    with error_context(""):
-        # of random weights with a size, the tokens of the tokenizer count, too
-        cfg = model.architecture if model.target_params is None else locate(model).cfg
+    cfg = model.architecture
+    if model.target_params is not None:
+        # the tokens of the tokenizer count, too
+        with error_context(""):
+            cfg = locate(model).cfg
     with error_context("model"):
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:

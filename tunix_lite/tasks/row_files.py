@@ -133,10 +133,11 @@ def lines_within(
         # A line may end where the part begins.
         lines.seek(max(0, begin - 1))
         at = begin and begin - 1 + len(lines.readline())
-        if not at and lines.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        first = b"" if at else lines.peek(3)
+        if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
         # The mark that editors on Windows put before UTF-8 is no part of the first line.
-        if not at and lines.peek(3).startswith(codecs.BOM_UTF8):
+        if first.startswith(codecs.BOM_UTF8):
             at = len(lines.read(3))
         while at < end and (line := lines.readline()):
             yield at, line

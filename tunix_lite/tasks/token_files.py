@@ -213,7 +213,8 @@ class TokenFiles:
             except ValueError as error:
                 raise ValueError(f"{counted} {place}: {error}") from error
             if text.strip() or is_text:
-                yield f"{counted} {place}", text, not is_text or place + len(data) >= size
+                is_end = not is_text or place + len(data) >= size
+                yield f"{counted} {place}", text, is_end
 
     def _text_of(self, data: bytes | dict) -> str:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
