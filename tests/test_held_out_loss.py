@@ -259,7 +259,6 @@ def test_the_name_of_a_metric_says_what_is_better(metric, is_lower):
     ("settings", "said"),
     [
         (["training.best_metric=time/step"], "training: best_metric=.* is no metric of learning"),
-        (["training.best_metric=loss"], "training: best_metric=.* is no metric of learning"),
         (["training.best_is=up"], "it is auto, highest or lowest"),
         (["evaluation.loss_examples=8"], "the loss of GRPO says nothing of held-out rows"),
         (["training.early_stopping_patience=0"], "must be at least 1, or null to go on"),

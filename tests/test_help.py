@@ -110,19 +110,6 @@ def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
         assert "hydra-core 1.3" in out and "jax 0." in out
 
 
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        # commands that were here
-        ("chat outputs/latest", "there is no command chat; did you mean tunix-lite generate outputs/latest?"),
-        ("seed=1", "the command comes first: tunix-lite train seed=1; there is train, launch, "),
-    ],
-)
-def test_a_command_that_is_not_there_is_named(word, message, monkeypatch, capsys):
-    code, out, err = said(monkeypatch, capsys, entry.main, *word.split())
-    assert code == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
-
-
 def test_help_imports_neither_jax_nor_hydra():
     code = (
         "import sys; import tunix_lite.__main__; from tunix_lite.commands import help\n"

@@ -456,7 +456,6 @@ CARRY = ["rollout.overlap=carry"]
     "settings, message",
     [
         (["rollout.overlap=later"], "it is none, carry or one_step"),
-        ([*CARRY, "rollout.max_staleness=-1"], "must not be negative"),
         ([*CARRY, "algorithm=sft"], "nothing is sampled"),
         ([*CARRY, "algorithm=rloo"], "algorithm.ratio=no_ratio is right only for tokens of the current"),
         ([*CARRY, "algorithm.agreeing_groups=replace", "algorithm.max_rounds=2"], "set algorithm.agreeing_groups=drop"),

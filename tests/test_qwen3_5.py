@@ -325,7 +325,6 @@ def test_a_folder_comes_back_and_shards_read_their_slices(is_wrapped, tmp_path):
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 must be above 0"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types must hold 3 entries, each linear_attention or full"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope_type 'yarn' is not supported"),
     ],
 )
 def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, tmp_path):

@@ -444,13 +444,6 @@ def test_a_template_that_cuts_what_is_marked_makes_no_control_token_of_it(tmp_pa
         made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
 
 
-def test_a_template_that_puts_its_own_token_between_the_marks_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ m.content.split('|im_end|') | join('|im_end|><|im_end|') }}{% endfor %}"
-    made = Tokenizer.load(qwen(tmp_path / "q", template))
-    with pytest.raises(ValueError, match="the chat template does not write .* as it is"):
-        made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
-
-
 def test_marks_of_many_special_tokens_take_linear_time():
     count = 100_000
     began = time.process_time()
