@@ -77,6 +77,13 @@ def test_micro_batches_do_not_change_the_gradient(layer, rollout):
         np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_in_bfloat16_are_summed_in_float32(layer, rollout):
+    cfg, params = layer
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    summed_up, _ = gradient_in_parts(cfg, params, batch_of(rollout), 4)
+    assert {x.dtype for x in jax.tree.leaves(summed_up)} == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize("shards, every", [(1, 1), (2, 1), (2, 2)])
 def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, every):
     """The largest stands in the last micro-batch of one shard, and everything is below zero."""
