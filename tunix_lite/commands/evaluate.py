@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -136,8 +135,16 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
         files = {}
         openers = {"model": partial(settings.open, run)}
         if options.against is not None:
-            where = {"mesh_shape": run.model.mesh_shape, "dtype": run.training.mixed_precision}
-            openers["against"] = partial(_open_against, options, **where)
+            # as a decorator: errors of loading it begin with the setting
+            openers["against"] = _naming_against(options)(
+                partial(
+                    load,
+                    options.against,
+                    step=options.against_step,
+                    mesh_shape=run.model.mesh_shape,
+                    dtype=run.training.mixed_precision,
+                )
+            )
         for which, opener in openers.items():
             models[which], rows, scores[which] = _score(run, options, opener, which)
             files[f"{which}.{name}.jsonl"] = json_lines(rows)
@@ -247,12 +254,6 @@ def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
             f"out={out} holds {there[0]}; give another folder, or overwrite=true to replace it"
         )
     return out
-
-
-def _open_against(options: EvaluateTaskConfig, **where: Any) -> LanguageModel:
-    """Loads the model that `options.against` names, with these settings of `load`."""
-    with _naming_against(options):
-        return load(options.against, step=options.against_step, **where)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import Graded, Metrics, Params
+from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
@@ -64,6 +65,8 @@ def evaluate(
 
     def graded(key: jax.Array | None, count: int, temperature: float) -> Graded:
         """`count` completions of each example, those of an example side by side."""
+        # The cache and the prompts of the rollout before: their blocks may be too small for these.
+        give_back_freed_memory()
         repeated = [example for example in examples for _ in range(count)]
         grader = task.grader(repeated, count)
         prompts = task.prompts(examples)
