@@ -32,4 +32,6 @@ def main(file: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
+        sys.exit("usage: python examples/arithmetic_pairs.py FILE COUNT")
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -58,14 +58,6 @@ def losses(params, batch: Batch, layout: RowLayout, dtype, cfg, **how):
     return np.where(batch.loss_weight > 0, packed.back(logprobs), 0), jax.tree.map(np.asarray, grads)
 
 
-def check_gradients(grads, exact, atol: float) -> None:
-    """Compares them, relative to the largest of each weight."""
-    expected = hf.flatten(exact)
-    for path, grad in hf.flatten(grads).items():
-        size = max(np.abs(expected[path]).max(), 1e-30)
-        np.testing.assert_allclose(grad / size, expected[path] / size, atol=atol, err_msg=path)
-
-
 def sampled(cfg, params, slots: int = 3, eos=(3,), generations: int = 2):
     """A rollout of ragged prompts, whose slots take the next request while others run."""
     config = RolloutConfig(num_slots=slots, chunk=4)

@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import functools
+import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -206,3 +208,19 @@ def test_classes_of_settings_are_named_alike():
     names -= {"RopeScaling", "Yarn", "LongRope"}
     names -= {"Reward", "GroupReward"}
     assert not {name for name in names if not name.endswith("Config")}
+
+
+# from the loop to the gradient, by issue 34
+MOST_FUNCTIONS = 48
+MOST_TOKENS = 3_900
+
+
+@pytest.mark.wide
+def test_a_step_enters_few_functions():
+    """Traced from one `take` to the next: the path of house.TRACED."""
+    done = subprocess.run(
+        [sys.executable, "tests/house.py", "--traced"], capture_output=True, text=True, cwd=house.ROOT, check=True
+    )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("path:")]
+    functions, tokens = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= functions| tokens)", line))
+    assert functions <= MOST_FUNCTIONS and tokens <= MOST_TOKENS, line

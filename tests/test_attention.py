@@ -278,7 +278,6 @@ def test_auto_takes_the_one_made_for_the_platform():
         ("splash", "tpu", {}, jnp.bfloat16, 128, True, "no branches, and training.packing=prefix makes some"),
         ("splash", "tpu", {}, jnp.bfloat16, 200, False, "multiples of 128 tokens, and they have 200"),
         ("splash", "tpu", {"head_dim": 64}, jnp.bfloat16, 128, False, "multiples of 128, and head_dim is 64"),
-        ("cudnn", "tpu", {}, jnp.bfloat16, 128, False, "it does not run on tpu"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, reason):

@@ -1,6 +1,5 @@
 """What is not given of a batch is derived, and what contradicts itself shows the arithmetic; FLOPs and bytes by hand."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.flops import (
     _head_params,
@@ -101,7 +99,6 @@ def test_on_a_cpu_a_large_model_has_fewer_tokens_in_a_micro_batch():
         ([], 32, 4, 1, 1),  # 16 rows would leave half of the shards without any
         # rows are even, and 96 wide
         (["training.micro_batch_tokens=95", "generation.max_new_tokens=63"], 1, 1, 128, 1),
-        (["training.micro_batch_tokens=320"], 4, 4, 8, 1),  # 288 tokens
         (["generation.max_new_tokens=1024"], 1, 4, 32, 1),  # four at least, whatever a micro-batch has
         (["training.sync_gradients_every=4"], 1, 8, 8, 2),  # no more in a micro-batch than four at a time need
     ],
@@ -127,11 +124,6 @@ def test_gemma3_1b_multiplies_with_its_published_params_less_the_norms():
     assert _matmul_params(GEMMA3_1B) == 26 * (q_and_o + k_and_v + gate_up_down) == 697_761_792
     assert _head_params(GEMMA3_1B) == 262144 * 1152 == 301_989_888
     assert _matmul_params(GEMMA3_1B) + _head_params(GEMMA3_1B) + norms == 999_885_952  # as the hub counts them
-
-
-def test_matmul_params_are_those_that_the_table_declares_as_multiplied(cfg):
-    declared = sum(math.prod(w.shape) for w in decoder.layer_weights(cfg).values() if w.inputs)
-    assert _matmul_params(cfg) == cfg.num_layers * declared
 
 
 def pairs(length: int, window: int) -> int:

@@ -112,7 +112,6 @@ def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path
 DAMAGE = {
     "its manifest is gone": lambda step: (step / "default" / "manifest.ocdbt").unlink(),
     "its description is gone": lambda step: (step / "default" / "_METADATA").unlink(),
-    "an empty folder": lambda step: [shutil.rmtree(step), step.mkdir()],
     "empty files": lambda step: [os.truncate(file, 0) for file in (step / "default" / "d").iterdir()],
 }
 
@@ -140,16 +139,6 @@ def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
         checkpoints.restore(wide)
     with pytest.raises(ValueError, match=said + r"opt_state/v: \(3,\) here, None there; opt_state/m: None here, "):
         checkpoints.restore(state.replace(opt_state={"v": state.opt_state["m"]}))
-
-
-def test_how_many_updates_were_skipped_is_kept(tmp_path):
-    checkpoints = saved(tmp_path, 1, 3)
-    assert [checkpoints.skipped(step) for step in (1, 3)] == [0, 2]
-    (tmp_path / "3" / "about.json").unlink()
-    assert checkpoints.skipped(3) == 0, "a copy may have lost it"
-    (tmp_path / "3" / "about.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=rf"^step 3 cannot be read \(.+\); remove {tmp_path}/3 to go on from step 1$"):
-        checkpoints.skipped(3)
 
 
 def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):

@@ -101,10 +101,8 @@ def test_each_kind_is_read_with_the_bytes_of_the_whole_buffer():
     [
         ("{{0,1,2},{3,4,5}}", "tp"),
         ("{{0,3},{1,4},{2,5}}", "fsdp"),
-        ("[2,3]<=[6]", "tp"),
         ("[3,2]<=[2,3]T(1,0)", "fsdp"),
         ("mesh['a'=2,'b'=3] {'a'}", "fsdp"),
-        ("mesh['a'=2,'b'=3] {'a','b'}", "fsdp+tp"),
         ("mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'b'}", "fsdp"),  # ids 0 3, 1 4, 2 5 along b
         ("mesh['a'=6] {'a':(1)2}", "fsdp"),
         ("{{0,1},{2,3},{4,5}}", "other"),

@@ -16,7 +16,6 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
 from tunix_lite.rollout.generate import make_generate
@@ -266,27 +265,6 @@ def test_a_stop_text_ends_a_turn_and_what_was_drawn_behind_it_leaves_no_trace(cf
     # and the trainer, which reads it all at once, sees the same
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     assert np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0)).max() < 1e-4
-
-
-FAMILIES = {  # what each family does otherwise, in a tiny size
-    "gemma2": dict(pattern=("local", "global"), window=5, attn_softcap=20.0, final_softcap=10.0, qk_norm=False),
-    "gemma3": dict(pattern=("local", "local", "global"), window=4, rope_scaling=RopeScaling(8.0)),
-    "qwen2": dict(pattern=("global",), window=None, qkv_bias=True, qk_norm=False, post_norms=False, activation="silu"),
-    "qwen3": dict(pattern=("global",), window=None, post_norms=False, activation="silu", tied=False),
-    "llama3": dict(pattern=("global",), window=None, qk_norm=False, post_norms=False, norm_plus_one=False),
-}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_holds_conversations_as_if_it_read_everything_again(family):
-    cfg = Architecture(32, 3, 16, 4, 2, 8, 24, query_scale=8, **FAMILIES[family])
-    params = random_params(cfg, seed=1)
-    rollout = converse(cfg, params, Numbers(delay=2), num_slots=4)
-    assert rows_of(rollout) == all_read_again(cfg, params)
-    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
-    gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
-    assert gap.max() < 1e-4
 
 
 # ---- tokens that nobody sampled join a slot, as if the whole sequence had been read at once

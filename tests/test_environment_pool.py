@@ -284,17 +284,12 @@ def many(*x: int) -> int:
     """Add them."""
 
 
-def a_set(x: set[int]) -> int:
-    """Add them."""
-
-
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
         (no_docstring, "the tool no_docstring has no docstring"),
         (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
         (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
-        (a_set, "the tool a_set: x has the type set"),
         (lambda x: x, "a tool is called '<lambda>'"),
     ],
 )
@@ -333,7 +328,6 @@ AS_LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
             '<|tool_call>call:log.in{to:<|"|>say "a:1", {b:2}\n<|"|>,no:None,deep:{x:[true,-1.5e3,<|"|><|"|>,null]}}<tool_call|>',
             [ToolCall("log.in", {"to": 'say "a:1", {b:2}\n', "no": None, "deep": {"x": [True, -1500.0, "", None]}})],
         ),
-        ('<function=add>{"a": 1, "b": 2}</function>', [ADD]),
         # answers
         ("The answer is 3.", []),
         ('{"answer": 3}', []),
@@ -420,16 +414,6 @@ def test_settings_that_cannot_be_meant_are_refused(make, settings, message):
         make(**settings)
 
 
-def test_tools_are_called_in_a_worker_process():
-    environment = ToolEnvironment((weather,))
-    with EnvironmentPool(environment, ConversationConfig(on_error="drop", timeout=20.0)) as pool:
-        assert pool.reset(0, {}).result().turn is None
-        reply = pool.step(0, call("weather", city="Ulm")).result()
-        assert reply.turn.observation == [{"role": "tool", "name": "weather", "content": "Ulm: 21 C"}]
-        info = {"tool_calls": 0, "tool_errors": 0, "called_a_tool": False}
-        assert pool.step(0, "done").result().turn == Turn("", 0.0, True, info)
-
-
 # ---- the bundled tools
 
 
@@ -437,10 +421,8 @@ def test_tools_are_called_in_a_worker_process():
     ("expression", "value"),
     [
         ("12 * (3 + 4)", "84"),
-        ("7 / 2", "3.5"),
         ("-7 // 2 + 2 ** 10 % 1000", "20"),
         ("0.1 + 0.2", "0.3"),
-        ("2 ** 0.5", "1.41421356237"),
     ],
 )
 def test_the_calculator_by_hand(expression, value):

@@ -15,7 +15,6 @@ from tunix_lite.basics.types import Conversation, Rollout, SampledTurn
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.guessing import GuessingGame, Secrets, is_secret
-from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment, schema_of
@@ -328,14 +327,3 @@ def test_secrets_are_drawn_evenly_and_the_same_everywhere():
     ):
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_a_game_of_yaml_is_played_in_a_pool():
-    run = compose(["task=guessing"])
-    with EnvironmentPool(run.task.environment, ConversationConfig(workers=0)) as pool:
-        example = run.task.source.held_out[0]
-        assert pool.reset(0, example).result().turn is None
-        done = False
-        while not done:
-            done = pool.step(0, "The answer is 3.").result().turn.done
-    assert run.task.template.messages(example)[-1].content == example["question"]

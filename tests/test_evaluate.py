@@ -1,13 +1,20 @@
 """Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
+import pytest
 from conftest import set_mesh
 
+from tunix_lite.commands import evaluate as command
 from tunix_lite.inference import rollouts
+from tunix_lite.inference.language_model import load
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.grading import group_metrics
 
 
@@ -40,3 +47,27 @@ def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     for num_slots, expected in ((None, 16), (40, 40)):
         rollouts.generate_of(model, GenerationConfig(), replace(asked, num_slots=num_slots), [(160, 1)])
         assert got[-1].num_slots == expected
+
+
+def test_an_evaluation_frees_the_weights_as_they_were_loaded(monkeypatch):
+    """It samples with the weights layer by layer, once for both rollouts, so a real model is there once."""
+    loaded, seen = [], []
+
+    def opener():
+        model = load("bundled")
+        loaded.extend(weakref.ref(x) for x in jax.tree.leaves(model.params["layers"]))
+        return model
+
+    class Stop(Exception):
+        pass
+
+    def evaluate(policy, task, params, *_):
+        gc.collect()
+        seen.extend((type(params["layers"]), sum(x() is not None for x in loaded)))
+        assert policy.generate.prepare(params) is params
+        raise Stop
+
+    monkeypatch.setattr(command, "evaluate", evaluate)
+    with pytest.raises(Stop):
+        command._score(compose([]), command.EvaluateTaskConfig(num_examples=2), opener, "model")
+    assert len(loaded) > 5 and seen == [list, 0]

@@ -11,7 +11,6 @@ import test_overlap
 from conftest import NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 from model_checks import (
-    check_gradients,
     check_sampled,
     groups,
     layout_of,
@@ -186,14 +185,6 @@ def exact(params):
 def test_rows_with_shared_prompts_are_what_the_formulas_give(exact, alone):
     assert np.abs(alone).max() > 3
     np.testing.assert_allclose(exact[0], alone, atol=1e-10)
-
-
-@pytest.mark.wide
-def test_packed_is_alone_layer_after_layer_in_float32(params, alone, exact):
-    how = {"scan_layers": False, "remat": "save_qkv_out"}
-    logprobs, grads = losses(params, groups(), layout_of("sequences"), jnp.float32, CFG, **how)
-    np.testing.assert_allclose(logprobs, alone, atol=1e-5)
-    check_gradients(grads, exact[1], 2e-4)
 
 
 # Own keys and values of layers that others read, of one that none reads, and what readers have.

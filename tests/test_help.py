@@ -59,7 +59,7 @@ def test_the_short_help_names_commands_groups_and_settings(monkeypatch, capsys):
 
 
 def program_main():
-    program.main(lambda run, folder: None, lambda run, folder: None)
+    program.main(lambda run, folder, found: None, lambda run, folder: None)
 
 
 def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):
@@ -108,19 +108,6 @@ def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
         code, out, _ = said(monkeypatch, capsys, main, "--version")
         assert code == 0 and out.startswith("tunix_lite 0.1.0 (python 3.")
         assert "hydra-core 1.3" in out and "jax 0." in out
-
-
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        # commands that were here
-        ("chat outputs/latest", "there is no command chat; did you mean tunix-lite generate outputs/latest?"),
-        ("seed=1", "the command comes first: tunix-lite train seed=1; there is train, launch, "),
-    ],
-)
-def test_a_command_that_is_not_there_is_named(word, message, monkeypatch, capsys):
-    code, out, err = said(monkeypatch, capsys, entry.main, *word.split())
-    assert code == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 def test_help_imports_neither_jax_nor_hydra():

@@ -112,7 +112,6 @@ def test_several_files_with_an_index_read_as_one(folder):
     "listed, message",
     [
         ({"a": 5}, "a is said to be in 5, which is not the name of a file beside it"),
-        ({"a": "../model.safetensors"}, r"a is said to be in '../model.safetensors', which is not the name of a file"),
         ({"a": "model.safetensors"}, "the index says that a is in model.safetensors, and it is not"),
         ([1], "weight_map=.*; it is an object"),
     ],
@@ -150,7 +149,6 @@ def test_folders_without_what_is_needed(tmp_path):
     "change, message",
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported is gemma2, gemma3_text, gemma4_text, gemma4_unified_text, gpt_oss, llama"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0; it is 1 or more"),
         ({"hidden_size": "32"}, "hidden_size='32'; it is a finite int"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; it is a finite float"),

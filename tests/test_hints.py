@@ -5,14 +5,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from flax.traverse_util import flatten_dict
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import program
-from tunix_lite.parallel.mesh import spec
 from tunix_lite.settings.batch_size import plan_batch
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.settings.hints import HYDRA, check_values, flags_first, foreign_words, wrong_override
@@ -176,7 +174,7 @@ def test_a_foreign_word_ends_the_program_with_one_line(words, message, tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run_training.py", *(word.format(tmp=tmp_path) for word in words)])
     with pytest.raises(SystemExit) as ended:
-        program.main(lambda run, folder: None, lambda run, folder: None)
+        program.main(lambda run, folder, found: None, lambda run, folder: None)
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1 and message in told, told
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
@@ -204,14 +202,6 @@ def test_arithmetic_that_does_not_work_out_names_a_line_that_does(overrides, lin
     keys = dict(word.split("=", 1) for word in line.split() if word.startswith("training."))
     again = {word.split("=", 1)[0]: word.split("=", 1)[1] for word in overrides} | keys
     plan_batch(compose([f"{key}={value}" for key, value in again.items()]), 1)
-
-
-def test_a_mesh_that_does_not_divide_the_model_names_one_that_does():
-    mesh = SimpleNamespace(shape={"fsdp": 1, "tp": 4})
-    with pytest.raises(ValueError, match=r"tp could be 1, 3.*: 'model.mesh_shape=\[\[4,1\],\[fsdp,tp\]\]'"):
-        spec(("heads",), (3,), mesh)
-    with pytest.raises(ValueError, match=r"'model.mesh_shape=\[\[2,2\],\[fsdp,tp\]\]'"):
-        spec(("heads",), (6,), mesh)
 
 
 def test_many_words_of_other_projects_have_a_line_each():

@@ -33,7 +33,6 @@ from tunix_lite.basics.plain_text import escaped
 from tunix_lite.basics.types import TrainState
 from tunix_lite.basics.untrusted import MOST_LINE
 from tunix_lite.commands import doctor, evaluate, export, generate, program
-from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import decoder, hf, peft, source
@@ -402,11 +401,8 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
-    "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
     "a pickle alone": (only_a_pickle, ("has no weights",)),
-    "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
     "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
-    "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
     "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
@@ -426,20 +422,6 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
         is_refused(lambda: loaded(folder), "model.weights: ", str(folder), *words)
     else:
         assert within_seconds(lambda: loaded(folder)).cfg == CFG
-
-
-def test_a_head_that_is_not_the_tied_embedding_is_refused_and_taken_where_config_json_unties(good, tmp_path):
-    """And what is exported then says the same to whoever reads it: its config.json ties nothing."""
-    folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), [[4, 1], ["fsdp", "tp"]]
-    head((512, 16), 0.25)(folder)
-    is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head")
-    config(tie_word_embeddings=False)(folder)
-    untied = load(folder, mesh_shape=meshed)
-    np.testing.assert_array_equal(untied.params["head"], np.full((512, 16), 0.25, np.float32))
-    exporting.export(untied, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
-    again = load(tmp_path / "out", mesh_shape=meshed)
-    jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
 
 
 # ---- chat templates
@@ -674,11 +656,6 @@ CHECKPOINTS = {
 
 # Here orbax does not use what the stranger wrote, and restores the arrays; all else is refused.
 RESTORED = {"handlers are a target", "custom", "rich types"}
-
-
-def test_a_checkpoint_in_which_nothing_is_wrong_is_restored(good):
-    params, _ = restored(good / "run" / "checkpoints")
-    jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
 
 
 def restored(folder: Path):

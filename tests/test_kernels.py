@@ -8,7 +8,6 @@ import pytest
 from conftest import set_mesh
 from test_decode_products import CFG
 
-from tunix_lite.inference.live import live_engine
 from tunix_lite.models.architecture import Yarn
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.rollout.generate import make_sampler
@@ -67,18 +66,12 @@ def test_another_generator_is_refused(option, value):
         jax.config.update(option, before)
 
 
-def test_a_sampler_on_a_cpu_and_a_server_refuse_them_before_they_compute_anything():
+def test_a_sampler_on_a_cpu_refuses_them_before_it_computes_anything():
     set_mesh(1, 1)
     how = RolloutConfig(kernels="fused")
     sample = make_sampler(CFG, GenerationConfig(6, 4), (95,), 0, rollout=how)
     with pytest.raises(ValueError, match="kernels=fused: they run on NVIDIA GPUs, not on cpu"):
         next(sample({}, [[1]], jax.random.key(0)))
-
-    class Model:
-        cfg = CFG
-
-    with pytest.raises(ValueError, match="rollout.kernels=fused: each request says what is cut off"):
-        live_engine(Model(), GenerationConfig(), how)
 
 
 def test_a_run_with_adapters_or_cut_offs_refuses_them_before_it_starts():

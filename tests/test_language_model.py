@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from conftest import logits_of
 
-from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.commands import generate as generate_command
@@ -303,24 +302,6 @@ def test_chat_remembers_what_was_said(bundled, monkeypatch, capsys):
             {"role": "user", "content": QUESTIONS[0]}]  # fmt: skip
     assert second == bundled.generate(talk, GREEDY)[0].text
     assert "/reset begins anew" in captured.err and "the bundled model does sums" in captured.err
-
-
-@pytest.mark.parametrize(
-    "command, overrides, message",
-    [
-        ("generate", ["out=a"], "error: give prompt='...' or prompts=FILE, one of the two"),
-        ("generate", ["prompt=a", "checkpoint=here"], "checkpoint: here is not the folder of a run: there is no such folder"),
-        ("generate", ["here", "What is 1 + 2?"], "What is 1 + 2?: cannot be read as an override; write prompt='...'"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_message_and_leave_nothing(tmp_path, monkeypatch, capsys, command, overrides, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", command, *overrides])
-    with pytest.raises(SystemExit) as ended:
-        entry.main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "") and message in err, err
-    assert len(err.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_prompts_are_taken_as_they_stand(model, tmp_path, monkeypatch):

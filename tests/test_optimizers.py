@@ -284,7 +284,6 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
         (["optimizer=adam"], "adafactor, adamw, default, lion, muon, sgd"),
         (["optimizer=muon", "optimizer.ns_steps=0"], "ns_steps=0"),
         (["optimizer=adafactor", "optimizer.decay_rate=0"], "decay_rate"),
-        (["optimizer.beta1=1.0"], "beta1"),
     ],
 )
 def test_a_setting_that_an_optimizer_does_not_have_is_refused(overrides, named):

@@ -456,7 +456,6 @@ CARRY = ["rollout.overlap=carry"]
     "settings, message",
     [
         (["rollout.overlap=later"], "it is none, carry or one_step"),
-        ([*CARRY, "rollout.max_staleness=-1"], "must not be negative"),
         ([*CARRY, "algorithm=sft"], "nothing is sampled"),
         ([*CARRY, "algorithm=rloo"], "algorithm.ratio=no_ratio is right only for tokens of the current"),
         ([*CARRY, "algorithm.agreeing_groups=replace", "algorithm.max_rounds=2"], "set algorithm.agreeing_groups=drop"),
@@ -493,6 +492,8 @@ def test_a_checkpoint_keeps_what_is_in_flight_and_damage_is_named(tmp_path):
 
     with pytest.raises(ValueError, match="it has"):
         InFlight.from_arrays({"steps": np.array([1])})
+    with pytest.raises(ValueError, match="the completions in flight are damaged"):
+        in_flight_from(arrays | {"reasons": np.array([99, 1, 2], np.int32)})
     (tmp_path / "checkpoints/3/in_flight.npz").write_bytes(b"PK no zip")
     with pytest.raises(ValueError, match="in_flight.npz"):
         Checkpoints(tmp_path / "checkpoints").in_flight(3)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import logits_of, set_mesh
-from safetensors.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
@@ -339,28 +338,6 @@ def test_half_precision_comes_out_bit_for_bit(tmp_path, dtype):
         whole = tuple(slice(None) for _ in before.shape(name))
         assert before.dtype(name) == after.dtype(name) != "F32"
         assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes(), name
-
-
-def test_a_head_beside_a_tied_config_is_the_head_where_it_is_untied(tmp_path):
-    """transformers takes a head that differs for the head, whatever config.json says."""
-    model = random_model("llama-one-tied")
-    model.save_pretrained(tmp_path)
-    held = load_file(tmp_path / hf.SINGLE)
-    held["lm_head.weight"] = held["model.embed_tokens.weight"][::-1].copy()
-    save_file(held, tmp_path / hf.SINGLE, metadata={"format": "pt"})
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
-    again = type(model).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
-    cfg, family = read_config(tmp_path)
-    with pytest.raises(ValueError, match="config.json ties the head"):
-        hf.load_params(tmp_path, cfg, family)
-    cfg = replace(cfg, tied=False)
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 16))
-    with torch.no_grad():
-        theirs = again(torch.tensor(tokens)).logits.numpy()
-        tied = model(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(theirs - tied).max() > 1, "it did not tie them"
-    params = hf.load_params(tmp_path, cfg, family)
-    np.testing.assert_allclose(logits_of(params, cfg, tokens), theirs, atol=1e-4)
 
 
 def test_the_bundled_base_is_a_gemma_3_that_transformers_runs():

@@ -53,7 +53,6 @@ NAME = "base_model.model.model.layers.4.mlp.down_proj.lora_A.weight"
     "damage, message",
     [
         (lambda f: (f / peft.TENSORS).unlink(), "has no adapter_model.safetensors; a folder in PEFT format has one"),
-        (lambda f: (f / peft.CONFIG).write_text("{"), "adapter_config.json is not JSON"),
         (lambda f: change_config(f, init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
         (lambda f: change_tensors(f, lambda t: t.update({NAME: t[NAME].astype(np.int8)})), f"dtype: {NAME} is I8"),
         (lambda f: change_config(f, r=4), r"shape: .*lora_A.weight is \[3, 24\], and should be \[4, 24\]"),

@@ -168,7 +168,6 @@ def test_a_plan_counts_the_teacher(storage):
         (lambda: Distill(), "algorithm.teacher.weights=FOLDER"),
         (lambda: Distill(**TEACHER, num_generations=1, reward_coef=0.5), "at least 2: rewards are compared"),
         (lambda: TeacherConfig("random"), "a teacher needs trained weights"),
-        (lambda: TeacherConfig("bundled", storage="int4"), "storage='int4'; it is fp32, bf16, int8, nf4"),
     ],
 )
 def test_wrong_settings_of_pairs_and_teachers_are_refused(make, message):

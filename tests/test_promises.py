@@ -17,8 +17,7 @@ from test_train import SHORT
 
 from tunix_lite.api import GenerationConfig, make_mesh
 from tunix_lite.rewards.text import brevity
-from tunix_lite.settings.compose import compose, compose_values
-from tunix_lite.settings.config import plain
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -89,33 +88,6 @@ def test_the_loop_by_hand_makes_the_steps_of_a_run(tmp_path, capsys):
 
 
 # ---- what guides of other projects promise, and the README
-
-
-# What now does what the guide wants: the command -> a setting that says so.
-WORKS = [
-    ("run_training.py model.mesh_shape=[[8,2],[fsdp,tp]]", "model.mesh_shape", [[8, 2], ["fsdp", "tp"]]),
-    ("run_training.py training.gradient_accumulation_steps=null", "training.gradient_accumulation_steps", None),
-    ("run_training.py optimizer.scale_lr_with_devices=true", "optimizer.scale_lr_with_devices", True),
-    ("run_training.py optimizer=sgd optimizer.momentum=0.9", "optimizer.momentum", 0.9),
-    ("run_training.py model=gemma3_4b model.mesh_shape=[[8,2],[fsdp,tp]]", "model.weights", "google/gemma-3-4b-it"),
-    ("run_training.py model.lora.rank=32 model.lora.alpha=64 model.lora.base=nf4", "model.lora.base", "nf4"),
-    ("tunix-lite check devices=4", "devices", 4),
-    ("tunix-lite evaluate checkpoint=outputs/x evaluate.reference=answer", "evaluate.reference", "answer"),
-    ("tunix-lite generate checkpoint=outputs/x step=60 prompt=Hi", "step", 60),
-]
-
-
-@pytest.mark.parametrize("command, key, value", WORKS, ids=[command for command, *_ in WORKS])
-def test_what_a_guide_promises_can_be_typed(command, key, value):
-    words = command.split()
-    if words[0] == "tunix-lite":
-        name, overrides = of_a_program(words)
-        settings = compose_values(overrides, of=(f"+command={name}",))
-    else:
-        settings = plain(compose(of_a_run(["python", *words])))
-    for part in key.split("."):
-        settings = settings[part]
-    assert (list(map(list, settings)) if isinstance(value, list) else settings) == value
 
 
 def test_make_refuses_settings_that_the_program_would_never_see():

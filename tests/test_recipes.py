@@ -107,7 +107,6 @@ def resolved(run, platform: str):
         (["model.lora.rank=8"], 2e-3),
         (["model=qwen3_0.6b"], 1e-6),
         (["model=qwen3_0.6b", "algorithm=sft"], 1e-5),
-        (["model=qwen3_0.6b", "model.lora.rank=8"], 1e-4),
     ],
 )
 def test_the_learning_rate_follows_what_trains(overrides, rate):
@@ -136,7 +135,6 @@ def test_the_precision_follows_the_device_and_the_size(overrides, platform, prec
     ("overrides", "lengths"),
     [
         ([], (32, 48)),
-        (["model=qwen3_0.6b"], (512, 512)),
         (["model=qwen3_0.6b", "task=gsm8k"], (256, 512)),
         (["task=gsm8k", "generation=long"], (2048, 512)),
         (["+task.lengths={max_prompt_length: 7, max_new_tokens: 9}"], (7, 9)),

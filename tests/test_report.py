@@ -19,9 +19,6 @@ from tunix_lite.report.evidence import read_evidence
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>](javascript:x)|`</pre>&\x1b[31m\u202e"
 STEPS, EXAMPLES, SAMPLES = 60, 40, 4
-EVALUATION = "samples/evaluation_000000.jsonl"
-
-
 # ---- folders of runs, made here
 
 
@@ -144,17 +141,6 @@ def test_texts_of_a_stranger_stay_texts(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "failed: <script>alert(1)</script>" in shown, "it is shown, as text"
     assert "\x1b" not in shown and "\u202e" not in shown
-
-
-@pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", EVALUATION])
-def test_a_damaged_or_missing_file_leaves_the_rest(run, name):
-    folder, _, _ = run
-    file = folder / name
-    for content in (b"", b"[1]", b'{"a": ', b"\xff\xfe", None):
-        file.unlink() if content is None else file.write_bytes(content)
-        word, *lines = read(folder)
-        assert word.startswith("unknown: ") if name == "status.json" else word == "completed"
-        assert bool(lines) == (name != EVALUATION)
 
 
 # ---- time, size, and runs that ended badly

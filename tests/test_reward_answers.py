@@ -110,14 +110,11 @@ MATHEMATICS = [  # completion, the example's answer, score, and why it is 0 if t
     ("\\boxed{\\frac{1}{2}}", "0.5", 1, ""),
     ("The answer is $x^2+2x+1$", "(x+1)^2", 1, ""),
     ("0.333333", "1/3", 1, ""),
-    ("<answer>12</answer>", "12", 1, ""),
     ("<answer> \\frac{1}{2} </answer>", "0.5", 1, ""),
     ("<answer>$(1, 2)$</answer>", "(1,2)", 1, ""),
     ("\\boxed{12}. No: <answer>13</answer>", "13", 1, ""),
     ("The answer is\n$$\n\\frac{1}{2}\n$$", "0.5", 1, ""),
-    ("\\boxed{12}. I hope that the answer is clear.", "12", 1, ""),
     ("First I thought \\boxed{12}. But no: it is \\boxed{", "12", 0, "no_answer"),
-    ("<answer>12</answer> No, <answer>", "12", 0, "no_answer"),
     ("\\boxed{\\frac{1.5}{2}}", "0.75", 1, ""),
     ("nothing here", "3", 0, "no_answer"),
 ]
@@ -164,10 +161,8 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     [
         ("<think>3 + 4</think><answer>7</answer>", 1, 1),
         ("<think>3 + 4</think> so <answer>7</answer>", 0, 1),
-        ("<think>3 + 4</think><answer>7</answer> ok", 0, 1),
         ("<think><answer>7</answer></think>", 0, 1),
         ("<think>3 + 4<answer>7</answer>", 0, 0.5),
-        ("<answer>7</answer>", 0, 0.5),
         ("", 0, 0),
     ],
 )

@@ -46,7 +46,6 @@ def kind(score: float) -> str:
         ("def add(a, b:", ["assert add(1, 2) == 3"], 0),
         ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2\n", "output": "3\n"}], 1),
         ("a, b = map(int, input().split())\nprint(a + b)", [{"input": "1 2", "output": "4"}], 0),
-        ("import sys\nprint(3)\nsys.exit(0)", [{"input": "", "output": "3"}], 1),
         ("print('é', input())", [{"input": "ü", "output": "é ü"}], 1),
     ],
 )

@@ -69,7 +69,6 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
     ("answer", "settings", "score"),
     [
         ("Score: 7", {}, 0.7),
-        ("**SCORE**: 10", {}, 1),
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
         # as YAML reads {yes: 1, no: 0}
         ("Yes", {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}}, 1),
@@ -93,7 +92,6 @@ def test_the_last_score_of_the_answer_counts(answer, settings, score):
     [
         ("It is good.", "the judge's answer holds no score: 'It is good.'"),
         ("Score: 11", "the judge's 11 is not from 0 to 10"),
-        ("Score: 7,5", "holds no score"),
     ],
 )
 def test_an_answer_without_a_score_is_an_error(answer, message):

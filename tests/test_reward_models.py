@@ -72,7 +72,12 @@ def test_the_number_of_a_token_is_a_sum_of_products(bias):
 @pytest.mark.parametrize("centering", [pytest.param(0.0, marks=pytest.mark.wide), 0.3])
 @pytest.mark.parametrize("margin", [pytest.param(None, marks=pytest.mark.wide), "gap"])
 @pytest.mark.parametrize(
-    "layout", [RowLayout(), RowLayout("none", 6), RowLayout("sequences", 2, None, RowShape(20), 3)]
+    "layout",
+    [
+        pytest.param(RowLayout(), marks=pytest.mark.wide),
+        RowLayout("none", 6),
+        RowLayout("sequences", 2, None, RowShape(20), 3),
+    ],
 )
 def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
     """Also with one sequence in a micro-batch, so that no micro-batch holds a whole pair, and packed."""

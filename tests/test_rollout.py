@@ -385,7 +385,6 @@ def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, m
         ([[5], [6, 32, 7]], {}, "prompt 2 of 2 holds token 32, and the model has tokens 0 to 31"),
         ([[6, 32]], {"tokenizer": Letters()}, "prompt 1 of 1 holds token 32, .* is not this model's, 'cbaa'"),
         ([[5], [6]], {"limits": [3]}, "1 limits for 2 completions"),
-        ([[5], [6]], {"limits": [9, 1]}, r"limits\[0\]=9; it is 1 to max_new_tokens=8"),
     ],
 )
 def test_what_cannot_be_continued_is_named(two_slots, small, prompts, options, message):

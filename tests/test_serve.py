@@ -139,7 +139,6 @@ def until(is_true, seconds: float = 60.0) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads no other"),
         (ASK | {"model": "gpt-9"}, "model", "this server has 'bundled'"),
         (ASK | {"max_tokens": 49}, "max_tokens", "from 1 to 48"),
-        (ASK | {"n_predict": 5}, "n_predict", "no field that this server knows"),
         (ASK | {"messages": [{"role": "user", "content": "1 + " * 99}]}, "messages", "takes up to 64"),
     ],
 )

@@ -47,23 +47,16 @@ def batch_of(rollout, rows: int = 16, seed: int = 0) -> Batch:
     )
 
 
-def gradient_in_parts(cfg, params, batch, parts: int, dtype, in_place: bool = False):
-    algorithm = GRPO(kl_coef=0.1)
+def gradient_in_parts(cfg, params, batch, parts: int, sync_every: int = 1):
+    def scores(params, batch):
+        logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg)
+        return TokenScores(logprobs, jnp.zeros_like(logprobs))
 
-    def gradient(batch, total=None):
-        def loss(params):
-            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
-            scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
-            return algorithm.loss(scores, batch)
-
-        if total is None:
-            return jax.grad(loss, has_aux=True)(params)
-        value, pull, metrics = jax.vjp(loss, params, has_aux=True)
-        pull.with_refs(total)(jnp.ones_like(value))
-        return {}, metrics
-
+    step = TrainStep(Policy(None, scores), GRPO(kl_coef=0.1), None, sync_every=sync_every)
+    places = jax.tree.map(lambda x: x.sharding, params)
     fields = {name: value for name, value in vars(batch).items() if value is not None}
-    return jax.jit(partial(accumulate, gradient, in_place=in_place))(RowBatch(**fields, max_micro_batches=parts))
+    rows = RowBatch(**fields, max_micro_batches=parts)
+    return jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, places))(params, rows)
 
 
 def relative_difference(a, b) -> float:
@@ -73,10 +66,11 @@ def relative_difference(a, b) -> float:
 def test_micro_batches_do_not_change_the_gradient(layer, rollout):
     cfg, params = layer
     batch = batch_of(rollout)
-    whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
-    summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
-    # where they arise, gradients are added in the same order
-    in_place, _ = gradient_in_parts(cfg, params, batch, 4, jnp.float32, in_place=True)
+    whole, metrics = gradient_in_parts(cfg, params, batch, 1)
+    # two micro-batches of a shard are summed first: their gradients are there beside the sum
+    summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, sync_every=2)
+    # else they are added where they arise, in another order
+    in_place, _ = gradient_in_parts(cfg, params, batch, 4)
     assert relative_difference(in_place, summed_up) < 1e-6
     assert relative_difference(summed_up, whole) < 1e-5
     for name in metrics:

@@ -59,13 +59,11 @@ def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
     "completion, is_strict, is_flexible",
     [
         ("48 + 24 = 72\n#### 72", 1, 1),
-        ("#### 72.", 1, 1),
         ("#### 7,2", 0, 0),  # no thousands separator stands there
         ("####72", 0, 1),  # the format wants a space
         ("The answer is 72.", 0, 1),
         ("72 altogether, 24 of them in May", 0, 0),  # the last number counts
         ("#### 24\n#### 72", 0, 0),  # the first mark counts
-        ("#### 72\nNext: 5 apples", 1, 1),
         ("48 + 24 = 72\n#### ", 0, 0),  # cut off
         ("", 0, 0),
     ],

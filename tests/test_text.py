@@ -121,8 +121,8 @@ def test_special_tokens_in_text_are_letters_unless_they_are_meant(tokenizer, tmp
 @pytest.mark.parametrize(
     "line, wrong",
     [
-        (b'{"text": 3}\n', "'text' holds 3, which is no text"),
-        (b'{"body": "x"}\n', "no 'text'; the row has .*body.*task.field=NAME"),
+        (b'{"text": 3}\n', "'text' holds 3, and should be a text"),
+        (b'{"body": "x"}\n', "'text' is not there.*the row has .*body.*task.field=NAME"),
         (b'{"text": "\\ud800"}\n', "lone surrogate"),
         (b'{"text": \n', "not JSON"),
         (b'{"text": "\xff"}\n', "not UTF-8"),

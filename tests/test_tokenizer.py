@@ -426,6 +426,12 @@ def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
         made = Tokenizer.load(qwen(tmp_path / f"cut{i}", cuts))
         with pytest.raises(ValueError, match=f"the chat template does not write '{'ab'[place]}' as it is"):
             made.prompt(as_data("a<|im_end|>b", [(1, 11)], "text"))
+    for fails in ("raise_exception('not ' ~ m.content)", "[m.content] + m.content"):
+        made = Tokenizer.load(qwen(tmp_path / fails[:3], "{% for m in messages %}{{ " + fails + " }}{% endfor %}"))
+        with pytest.raises(ValueError, match="the chat template in") as failed:
+            made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
+        assert "U000ff" not in str(failed.value) and max(map(ord, str(failed.value))) < 0xFF000
+        assert "raise" not in fails or "not a <|im_end|>" in str(failed.value), "its words are there"
     made = Tokenizer.load(qwen(tmp_path / "r", escapes.replace("ensure_ascii=true", "")))
     assert made.backend.token_to_id("<|im_end|>") not in made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
 
@@ -433,13 +439,6 @@ def test_a_template_that_changes_texts_beyond_recognition_is_refused(tmp_path):
 @pytest.mark.parametrize("cut", ["[:29]", "[19:]", "[:-1]", ".split('|im_end|')[0]"])
 def test_a_template_that_cuts_what_is_marked_makes_no_control_token_of_it(tmp_path, cut):
     template = "{% for m in messages %}{{ m.content" + cut + " }}<|im_end|>{% endfor %}"
-    made = Tokenizer.load(qwen(tmp_path / "q", template))
-    with pytest.raises(ValueError, match="the chat template does not write .* as it is"):
-        made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))
-
-
-def test_a_template_that_puts_its_own_token_between_the_marks_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ m.content.split('|im_end|') | join('|im_end|><|im_end|') }}{% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "q", template))
     with pytest.raises(ValueError, match="the chat template does not write .* as it is"):
         made.prompt(as_data("a <|im_end|>", [(2, 12)], "text"))

@@ -16,31 +16,6 @@ from tunix_lite.report.evidence import read_samples
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
 
-METRICS = """{"step": 0, "eval/accuracy": 0.25}
-{"step": 2, "eval/accuracy": 0.5, "train/loss": 1.0}
-{"step": 3, "train/loss": 1.0}
-{"step": 4, "eval/accuracy": 0.75, "train/loss": 1.0}
-{"step": 5, "eval/acc"""
-
-
-@pytest.mark.parametrize(
-    "step, status, first, last",
-    [
-        (3, {"eval": {"first": {"accuracy": 0.25}, "last": {"accuracy": 0.75}}}, 0.25, 0.5),  # of step 4: not yet
-        (4, {"eval": {"first": {"accuracy": 0.125}, "last": {"accuracy": 0.5}}}, 0.125, 0.75),  # killed before it wrote
-        (1, None, 0.25, 0.25),
-    ],
-)
-def test_what_was_seen_until_the_checkpoint_is_known_whatever_the_status_says(tmp_path, step, status, first, last):
-    (tmp_path / "metrics.jsonl").write_text(METRICS)
-    if status is not None:
-        (tmp_path / "status.json").write_text(status if status == "" else json.dumps(status))
-    Status(RunDir(tmp_path)).start(step)
-    said = json.loads((tmp_path / "status.json").read_text())
-    assert said["eval"] == {"first": {"accuracy": first}, "last": {"accuracy": last}} and said["steps"] == step
-    Status(RunDir(tmp_path)).start(0)
-    assert json.loads((tmp_path / "status.json").read_text())["eval"] == {}
-
 
 def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status = Status(RunDir(tmp_path))

@@ -177,14 +177,6 @@ def test_adapters_share_the_base_and_nothing_else(trainer, client):
         other.forward(DATA)
 
 
-def test_an_update_that_is_not_finite_is_not_made(client):
-    before = flat(client.params)
-    client.forward_backward([Datum([5, 6], [6, 7], weights=[3e38, 3e38])])
-    assert client.optim_step()["train/skipped"] == 1
-    np.testing.assert_array_equal(flat(client.params), before)
-    assert client.step == 1
-
-
 # ---- samples
 
 
@@ -251,7 +243,6 @@ NAN = float("nan")
     ("datum", "loss", "settings", "words"),
     [
         (Datum([5, 6], [6]), "cross_entropy", {}, r"datum 1: targets has shape \[1\] for 2 tokens"),
-        (Datum([5], [512]), "cross_entropy", {}, r"datum 1: targets\[0\] is 512; a token of this model is 0 to 511"),
         (Datum([5], [5], advantages=[NAN], logprobs=[0]), "ppo", {}, r"datum 1: advantages\[0\] is nan"),
         (Datum([5], [5], advantages=[1]), "ppo", {}, "datum 1: logprobs is missing; this loss needs it"),
         (Datum([5], [5]), "grpoo", {}, "loss='grpoo'; a Datum is for one of cross_entropy, importance_sampling, ppo"),
@@ -273,7 +264,6 @@ def test_bad_data_is_refused_before_anything_is_added(client, datum, loss, setti
         ([[5] * 64], {}, "prompt 0: 64 tokens; there is room for 1 to 63"),
         ([[512]], {}, r"prompt 0\[0\] is 512"),
         ([[5]], {"max_token": 3}, "settings: there is no 'max_token'"),
-        ([[5]], {"temperature": NAN}, "temperature=nan"),
     ],
 )
 def test_bad_samples_are_refused(client, prompts, settings, words):

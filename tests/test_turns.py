@@ -93,15 +93,6 @@ def test_an_answer_cannot_spell_the_end_of_a_turn(made, name):
         TurnTokens(tokenizer, "error").between(f"say {name_of}", ended=True)
 
 
-def test_the_tokens_are_those_of_a_demonstration_in_several_turns(made):
-    """Supervised learning reads such conversations by another way."""
-    for name in TAKES_TOOLS.keys() - {"qwen3"}:  # whose template writes the last answer otherwise
-        tokenizer = made[name]
-        earlier = [user("a"), {"role": "assistant", "content": "b"}]
-        expected = tokenizer.between(earlier, [*earlier, user("c")])
-        assert TurnTokens(tokenizer).between("c", ended=True) == expected, name
-
-
 def test_messages_that_a_template_refuses_are_named(made):
     takes = "one message of the role user is what every chat template takes"
     with pytest.raises(ValueError, match=f"user and model take turns.*the roles tool here.*{takes}"):

@@ -97,7 +97,8 @@ def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
         sys.exit(f"--rows: {args.rows} has {len(lines)} rows; this race needs {needed}")
     file = folder / "rows.jsonl"
     file.write_text("\n".join(lines) + "\n")
-    examples = list(Gsm8kTaskConfig(train=str(file), held_out=str(file)).source.train)
+    task = Gsm8kTaskConfig(train=str(file), held_out=str(file), prompt=template)
+    examples = list(task.source.train)
     work = work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
     work |= {"model": str(args.models / model_folder), "programs": str(folder / "programs")}
     if work["race"] == "text":

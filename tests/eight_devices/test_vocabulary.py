@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 from exactness_worker import FAST
-from jax.extend.core import jaxprs_in_params
 
 from tunix_lite.models import vocabulary
 from tunix_lite.models.vocabulary import num_blocks, token_scores
@@ -62,16 +61,15 @@ def by_formulas(case: Case, hidden, table, targets, slopes):
     return (logs * one_hot).sum(-1), entropy, slope @ table, of_table
 
 
-def program(case: Case, which=(0, 1)):
-    """(hidden, table, targets, slopes) -> both results, and the gradients of `which` of hidden and table."""
+def program(case: Case):
+    """(hidden, table, targets, slopes) -> both results, and the gradients of hidden and table."""
 
     def run(hidden, table, targets, slopes):
-        def scores(*trained):
-            both = dict(zip(which, trained))
-            scored = token_scores(both.get(0, hidden), both.get(1, table), targets, case.softcap, case.temperature)
+        def scores(hidden, table):
+            scored = token_scores(hidden, table, targets, case.softcap, case.temperature)
             return scored.logprobs, scored.entropy
 
-        found, pull = jax.vjp(scores, *((hidden, table)[i] for i in which))
+        found, pull = jax.vjp(scores, hidden, table)
         return *found, *pull((slopes[0], slopes[1]))
 
     return run
@@ -113,32 +111,6 @@ def test_scores_and_their_gradients_are_those_of_the_formulas(case, monkeypatch)
         np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"\bf32\[([\d,]+)\]", compiled.as_text())
     ]
     assert (max(sizes) >= B * M * V // fsdp // tp) == (case.blocks == 1)
-
-
-def scans(jaxpr):
-    """Every scan of a program, those within others too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from scans(inner)
-
-
-def test_a_frozen_table_costs_nothing(monkeypatch):
-    case = Case((1, 1), B * M * V // 3, 4)
-    prepared(case, monkeypatch)
-    hidden, table, targets, slopes = arrays()
-
-    def of_tables(which):
-        """Results of loops that are as large as the table, and products beyond one for scores and one for hidden."""
-        jaxpr = jax.make_jaxpr(program(case, which))(hidden, table, targets, slopes)
-        loops = list(scans(jaxpr.jaxpr))
-        shapes = [out.aval.shape for e in loops for out in e.outvars]
-        large = sum(np.prod(shape) >= V * D and shape[-1] == D and M not in shape for shape in shapes)
-        return large, [str(e.params["jaxpr"]).count("dot_general") for e in loops]
-
-    assert of_tables((0, 1)) == (1, [1, 3])
-    assert of_tables((0,)) == (0, [1, 2])
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,13 @@ STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 # The variable that names the folder for the places of all addresses.
 COPIES = "TUNIX_LITE_BUCKETS"
 
-NO_ADDRESSES = "no address can stand here, only a folder or a file of a disk"
-_OTHERS = (
-    "of addresses, gs://BUCKET/NAME and s3://BUCKET/NAME can be used; other stores can be mounted "
-    "as a folder"
-)
-
 
 def check_on_disk(name: str, path: object) -> None:
     """Raises ValueError if the value of the setting `name` is an address. Values but text pass."""
     if isinstance(path, str) and is_address(path):
-        raise ValueError(f"{name}={path}: {NO_ADDRESSES}")
-
-
-def check_place(name: str, path: object) -> None:
-    """Raises ValueError if the setting `name` is an address of no bucket. Values but text pass."""
-    if isinstance(path, str) and is_address(path):
-        try:
-            place_here(path)
-        except ValueError as error:
-            raise ValueError(f"{name}={error}") from error
+        raise ValueError(
+            f"{name}={path}: no address can stand here, only a folder or a file of a disk"
+        )
 
 
 def is_address(path: str) -> bool:
@@ -52,7 +39,10 @@ def place_here(address: str) -> Path:
     scheme, _, rest = address.partition(":")
     parts = PurePosixPath(rest.lstrip("/")).parts
     if scheme not in STORES:
-        raise ValueError(f"{address}: {_OTHERS}")
+        raise ValueError(
+            f"{address}: of addresses, gs://BUCKET/NAME and s3://BUCKET/NAME can be used; other "
+            "stores can be mounted as a folder"
+        )
     if len(parts) < 2 or ".." in parts or not address.isprintable():
         raise ValueError(
             f"{address}: give the bucket and a name in it, {scheme}://BUCKET/NAME"

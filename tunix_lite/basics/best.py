@@ -36,25 +36,22 @@ class Best:
 
     metric: str
     is_lower_better: bool
-    # of the first step that has it; None: there is none yet
-    step: int | None = None
-    value: float = math.nan
-    # measurements after it
+    # measurements after the best
     since: int = 0
-    # of all steps that have one
+    # of all steps that have a finite one
     values: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The first step that has the best value; None: there is none yet."""
+        return next(iter(self.first(1)), None)
 
     def take(self, step: int, value: float) -> bool:
         """Takes the value of a step. Returns whether it is a new best, which is a finite one."""
-        sign = -1 if self.is_lower_better else 1
-        is_new = math.isfinite(value) and not sign * value <= sign * self.value
         if math.isfinite(value):
             self.values[step] = value
-        if is_new:
-            self.step = step
-            self.value = value
-        self.since = 0 if is_new else self.since + 1
-        return is_new
+        self.since = 0 if self.step == step else self.since + 1
+        return self.since == 0
 
     def first(self, count: int, steps: Iterable[int] | None = None) -> list[int]:
         """At most `count` of these steps, or of all: the best first, and of equals the earlier."""
@@ -67,8 +64,8 @@ class Best:
         if patience is None or self.since < patience:
             return ""
         at = "was never a number"
-        if self.step is not None:
-            at = f"is {self.value:.6g} at step {self.step}"
+        for best in self.first(1):
+            at = f"is {self.values[best]:.6g} at step {best}"
         return (
             f"early stopping: the best {self.metric} {at}, and nothing was better in "
             f"{counted(self.since, 'measurement')} after it "

@@ -34,7 +34,6 @@ RUN = "model.json"
 _OWN = re.compile(r"\.lock|\.hydra/.*|launch/.*")
 
 
-@functools.cache
 def file_system(scheme: str) -> "fsspec.AbstractFileSystem":
     """The store of gs:// or s3://. Raises ValueError, with the extra to install."""
     package, extra = STORES[scheme]
@@ -170,13 +169,15 @@ def bring(
     return place
 
 
-def send(place: Path, since: float = 0.0) -> None:
-    """Takes files of a place that were written since to its bucket. ValueError: it is away."""
+def send(place: Path, since: float = 0.0, half: Path | None = None) -> None:
+    """Takes files of a place that were written since to its bucket. half: the folder that they are
+    still in. Raises ValueError if the bucket is away."""
     with explained(place):
         fs, root = store_of(place)
-        files = [place] if place.is_file() else sorted(place.rglob("*"))
+        here = half or place
+        files = [here] if here.is_file() else sorted(here.rglob("*"))
         files = [file for file in files if file.is_file() and file.stat().st_mtime >= since]
-        names = [f"{root}/{file.relative_to(place).as_posix()}" for file in files]
+        names = [f"{root}/{file.relative_to(here).as_posix()}" for file in files]
         if files:
             fs.put([str(file) for file in files], [name.removesuffix("/.") for name in names])
 

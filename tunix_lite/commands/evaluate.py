@@ -5,9 +5,11 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -132,23 +134,13 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
         models = {}
         scores = {}
         files = {}
-        for which in ("model", "against") if options.against is not None else ("model",):
-            if which == "model":
-                model = settings.open(run)
-            else:
-                with _naming_against(options):
-                    model = load(
-                        options.against,
-                        step=options.against_step,
-                        mesh_shape=run.model.mesh_shape,
-                        dtype=run.training.mixed_precision,
-                    )
-            weights = str(model.source.name if model.run is None else model.run)
-            dtype = np.dtype(model.dtype).name
-            models[which] = {"weights": weights, "step": model.step, "dtype": dtype}
-            rows, scores[which] = _score(run, options, model, which)
+        openers = {"model": partial(settings.open, run)}
+        if options.against is not None:
+            where = {"mesh_shape": run.model.mesh_shape, "dtype": run.training.mixed_precision}
+            openers["against"] = partial(_open_against, options, **where)
+        for which, opener in openers.items():
+            models[which], rows, scores[which] = _score(run, options, opener, which)
             files[f"{which}.{name}.jsonl"] = json_lines(rows)
-            del model
         result = evaluation.task_result(scores, options.level, run.seed)
         if out is None:
             return
@@ -189,7 +181,7 @@ def evaluate_model(
     asked = asked or EvaluateTaskConfig()
     if asked.against is not None:
         raise ConfigError("against is a setting of the command: call this once for each model")
-    _, scores = _score(run, asked, model, "model")
+    *_, scores = _score(run, asked, lambda: model, "model")
     return evaluation.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
@@ -257,6 +249,12 @@ def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
     return out
 
 
+def _open_against(options: EvaluateTaskConfig, **where: Any) -> LanguageModel:
+    """Loads the model that `options.against` names, with these settings of `load`."""
+    with _naming_against(options):
+        return load(options.against, step=options.against_step, **where)
+
+
 @contextlib.contextmanager
 def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
     """Puts evaluate.against in front of errors of the model that it names."""
@@ -267,9 +265,14 @@ def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
 
 
 def _score(
-    run: RunConfig, options: EvaluateTaskConfig, model: LanguageModel, which: str
-) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """The rows of the completions of a model on the task, and its scores."""
+    run: RunConfig,
+    options: EvaluateTaskConfig,
+    opener: Callable[[], LanguageModel],
+    which: str,
+) -> tuple[dict, list[dict], dict[str, np.ndarray]]:
+    """What a model is, the rows of its completions on the task, and its scores. opener: loads it.
+    Its weights as they were loaded are freed before it samples, unless the caller holds them."""
+    model = opener()
     task, examples = held_out_examples(
         run, model.tokenizer, options.num_examples, options.reference
     )
@@ -280,8 +283,11 @@ def _score(
         program.say(f"{name}, {which}: {count} greedy completions{drawn}")
     # the samples are the largest rollout, and the cache must hold that
     counts = [(count, max(options.num_samples, 1))]
-    dtype = run.training.tp_reduce_dtype
-    generate = generate_of(model, run.generation, run.rollout, counts, dtype)
+    reduce = run.training.tp_reduce_dtype
+    generate = generate_of(model, run.generation, run.rollout, counts, reduce)
+    # Both rollouts read these, and nothing needs the weights as they were loaded.
+    with jax.set_mesh(model.mesh):
+        model = replace(model, params=generate.prepare(model.params))
     scoring = {name: one for name, one in run.scoring_models.items() if one.reward}
     located = locate_frozen(scoring, model.source)
     task = with_reward_models(task, scoring, located, model.mesh, model.dtype)
@@ -290,6 +296,7 @@ def _score(
     with (
         task.with_workers(run.rewards, progress.say, processes, run.conversation) as graded_by,
         progress,
+        jax.set_mesh(model.mesh),
     ):
         evaluated = evaluate(
             Policy(generate, None),
@@ -302,4 +309,7 @@ def _score(
             progress,
         )
     scores = model_scores(evaluated, task.references(examples, options.reference))
-    return [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)], scores
+    rows = [{"model": which, "task": name} | row for row in evaluation_rows(evaluated)]
+    weights = str(model.source.name if model.run is None else model.run)
+    dtype = np.dtype(model.dtype).name
+    return {"weights": weights, "step": model.step, "dtype": dtype}, rows, scores

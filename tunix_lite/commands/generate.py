@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from tunix_lite.basics.errors import ConfigError, error_context
@@ -170,14 +171,14 @@ def _print_while_sampled(
         patience=SHORT_SECONDS,
     )
     with waiting:
-        # the first piece comes when all is compiled
-        texts = [next(pieces)]
-    print(escape_for_terminal(texts[0]), end="", flush=True)
-    for text in pieces:
-        texts.append(text)
+        # it comes when all is compiled
+        first = next(pieces)
+    whole = ""
+    for text in chain([first], pieces):
+        whole += text
         print(escape_for_terminal(text), end="", flush=True)
     print()
-    return "".join(texts)
+    return whole
 
 
 def _lines(completions: list[Completion], prompts: list[Prompt]) -> str:
@@ -198,10 +199,8 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
     Raises ConfigError with the line that is wrong."""
     if not file.is_file():
         raise ConfigError(f"prompts={file} is not a file")
-    try:
+    with error_context("prompts"):
         lines = list(lines_of(file))
-    except ValueError as error:
-        raise ConfigError(f"prompts={error}") from error
     if not lines:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
@@ -210,10 +209,8 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
     limits = []
     for number, line in lines:
         where = f"prompts={file}, line {number}"
-        try:
+        with error_context(where):
             row = parse_json(line, DEEPEST)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
         # a line that is only a text is a prompt, too
         row = row if isinstance(row, dict) else {"prompt": row}
         prompt = row.get("prompt", row.get("messages"))

@@ -1,5 +1,6 @@
 """`tunix-lite plan model=gemma3_1b target=v5e-16 mesh=all`: what fits, and how fast it is."""
 
+import operator
 import os
 import shlex
 import sys
@@ -26,6 +27,8 @@ from tunix_lite.report.evidence import read_evidence, read_overrides
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import find_model
 
+# the best plan first
+_RANK = operator.attrgetter("rank")
 # Most meshes that are compiled with mesh=all: each may take minutes.
 _COMPILED = 4
 # Steps at the start of a run that compile, and are not compared with a plan.
@@ -81,10 +84,10 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         jax.config.update("jax_platforms", "cpu")
     # A wrong folder is refused before minutes of compiling.
     lengths = Lengths()
-    for name in ("lengths_of", "verify"):
-        if (run_folder := getattr(settings, name)) is not None:
-            with error_context(f"{name}={run_folder}"):
-                lengths = recorded_lengths(run_folder)
+    name = "lengths_of" if settings.verify is None else "verify"
+    if (run_folder := getattr(settings, name)) is not None:
+        with error_context(f"{name}={run_folder}"):
+            lengths = recorded_lengths(run_folder)
     if settings.verify is not None:
         check_same_overrides(settings.verify, sys.argv[1:])
     target = f"plan-{settings.target}"
@@ -94,30 +97,31 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    plans = []
-    for plan in found.plans:
-        # What is not compiled, or does not fit, has no forecast, nor has a device that is not in
-        # the table.
-        hardware = plan.machine.hardware
-        if plan.programs and plan.fits is not False and hardware is not None:
-            step = forecast(plan.resolved, plan.programs, lengths, hardware)
-            plan = replace(plan, forecast=step)
-        plans.append(plan)
-    found = replace(found, plans=tuple(sorted(plans, key=lambda plan: plan.rank)))
+    plans = sorted((_with_forecast(plan, lengths) for plan in found.plans), key=_RANK)
+    found = replace(found, plans=tuple(plans))
     found.write(folder)
-    print("\n".join([*found.short_form(), ""]))
+    lines = [*found.short_form(), ""]
     if settings.verify is not None:
-        print("\n".join([*verified(found.plans[0], settings.verify), ""]))
-    print(f"written to {folder}/plan.json")
-    if all(plan.fits is False for plan in found.plans):
+        lines += [*verified(plans[0], settings.verify), ""]
+    print("\n".join([*lines, f"written to {folder}/plan.json"]))
+    best = plans[0]
+    if best.fits is False:
         # The last line is then the command that fits.
         if found.command is not None:
             sys.exit(program.EXIT_FAILED)
-        best = found.plans[0]
         raise RunFailed(
             f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
             f"{report.gib(best.machine.capacity)} GiB a device"
         )
+
+
+def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
+    """What is not compiled, or does not fit, has no forecast, nor has a device that is not in the
+    table."""
+    hardware = plan.machine.hardware
+    if not plan.programs or plan.fits is False or hardware is None:
+        return plan
+    return replace(plan, forecast=forecast(plan.resolved, plan.programs, lengths, hardware))
 
 
 def recorded_lengths(folder: str) -> Lengths:
@@ -151,8 +155,10 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
     # where it wrote, and how it reported, changes no plan
-    there = [one for one in started if not one.startswith(_NO_MATTER)]
-    if {one for one in here if not one.startswith(_NO_MATTER)} != set(there):
+    ours, there = (
+        [one for one in run if not one.startswith(_NO_MATTER)] for run in (here, started)
+    )
+    if set(ours) != set(there):
         others = [word for word in words if word not in here]
         raise ConfigError(
             f"verify={folder}: the run was started with other settings: "
@@ -181,6 +187,10 @@ def verified(plan: Plan, folder: str) -> list[str]:
         off = f"{value / took - 1:+.0%}" if took > 0 else "-"
         rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))
     return report.columns(rows)
+
+
+def _compiled(plan: Plan) -> Plan:
+    return planning.with_compiled(plan, devices_of(plan.machine), program.say)
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
@@ -227,26 +237,20 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
         )
 
     # The best ones are compiled, which may change their order.
-    plans.sort(key=lambda plan: plan.rank)
+    plans.sort(key=_RANK)
     if not settings.analytic:
-        devices = devices_of(machine)
-        plans[:_COMPILED] = [
-            planning.with_compiled(plan, devices, program.say) for plan in plans[:_COMPILED]
-        ]
-        plans.sort(key=lambda plan: plan.rank)
+        plans[:_COMPILED] = map(_compiled, plans[:_COMPILED])
+        plans.sort(key=_RANK)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     """The plans, and if none fits, with a command that would. What is advised is compiled too,
     unless the plan is analytic."""
-    if any(plan.fits is not False for plan in plans.plans):
+    # the best is the first
+    if plans.plans[0].fits is not False:
         return plans
-
-    def compile_again(changed: Plan) -> Plan:
-        return planning.with_compiled(changed, devices_of(changed.machine), program.say)
-
-    again = [] if settings.analytic else [compile_again]
+    again = [] if settings.analytic else [_compiled]
     overrides, found = advice(plans.plans[0], *again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tunix_lite.basics.addresses import check_place, is_address
+from tunix_lite.basics.addresses import is_address
 from tunix_lite.basics.buckets import bring, send
 from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
 from tunix_lite.basics.plain_text import visible, without_secrets
@@ -61,11 +62,13 @@ def say(text: str) -> None:
 
 
 def main(
-    task: Callable[[RunConfig, Path], object], check: Callable[[RunConfig, Path], object]
+    task: Callable[[RunConfig, Path, Any], object], check: Callable[[RunConfig, Path], Any]
 ) -> None:
-    """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)` of
-    the same run, or of all runs of a sweep. Errors end the process with a message and an exit code.
-    The folder that `check` gets is the one that Hydra will make, as far as it is known."""
+    """Runs `task(run, folder, found)` with the settings on the command line, after `check(run,
+    folder)` of the same run, or of all runs of a sweep. found: what `check` returned; None in a
+    sweep, where hours may lie between the two and each run holds its data. Errors end the process
+    with a message and an exit code. The folder that `check` gets is the one that Hydra will make,
+    as far as it is known."""
     keep_freed_memory()
     open_closed_streams()
     if SHOWS_ONLY & set(sys.argv[1:]):
@@ -75,7 +78,7 @@ def main(
     if help_pages.answered(sys.argv[1:]):
         return
     argv = expand_short_forms(sys.argv[1:])
-    checked: list[tuple[dict, RunConfig]] = []
+    checked: list[tuple[dict, RunConfig, Any]] = []
 
     def check_all() -> None:
         with error_context(""):
@@ -108,12 +111,12 @@ def main(
             if not known.cfg:
                 run = build(RunConfig, values)
                 # Without hydra.run.dir Hydra takes a new folder, named after the time.
-                check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
-                checked.append((values, run))
+                found = check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
+                checked.append((values, run, None if known.multirun else found))
 
     _or_exit(check_all)
     # The check has shown what the run would be, and Hydra would make its folder.
-    if checked and all(run.runtime.dry_run for _, run in checked):
+    if checked and all(run.runtime.dry_run for _, run, _ in checked):
         return
 
     if {"--info", "-i"} & set(sys.argv[1:]):
@@ -130,11 +133,11 @@ def main(
                 file.write_text(without_secrets(text))
 
         # None was checked where a value depends on the clock, or is nan, which equals nothing.
-        found = next((i for i, (known, _) in enumerate(checked) if known == values), None)
+        same = [one for one in checked if one[0] == values]
 
         def start() -> object:
-            run = build(RunConfig, values) if found is None else checked.pop(found)[1]
-            return task(run, folder)
+            _, run, found = same[0] if same else (None, build(RunConfig, values), None)
+            return task(run, folder, found)
 
         return _or_exit(start, folder)
 
@@ -185,8 +188,6 @@ def run_command(
         written = []
         for key in ("checkpoint", "out", "prompts"):
             value = values.get(key)
-            with error_context(""):
-                check_place(key, value)
             with error_context(key):
                 if isinstance(value, str) and is_address(value):
                     path = bring(value, is_mine=key == "out")

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sqlite3
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -99,6 +99,8 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     model = settings.open(run)
     with error_context("serve"):
         engine = live_engine(model, run.generation, run.rollout, settings.max_waiting)
+    # The engine has them layer by layer, and nothing needs the weights as they were loaded.
+    model = replace(model, params={})
     generation = engine.spec.generation
     name = model.run.resolve().name if model.run is not None else model.source.name
     limits = Limits(

@@ -4,7 +4,7 @@ random weights, trained on the texts that it will learn from."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite.basics.errors import error_context
+from tunix_lite.basics.errors import check_numbers, error_context
 from tunix_lite.commands import program
 from tunix_lite.models.tokenizer_training import train_tokenizer
 from tunix_lite.settings.config import RunConfig
@@ -24,10 +24,8 @@ class TokenizerConfig:
     def __post_init__(self):
         if self.out is None:
             raise ValueError("out is missing: give out=FOLDER")
-        if self.num_examples is not None and self.num_examples < 2:
-            raise ValueError(
-                f"num_examples={self.num_examples} must be at least 2, or null for all"
-            )
+        rule = "must be at least 2, or null for all"
+        check_numbers(self, "num_examples", lambda x: x >= 2, rule)
 
 
 def main() -> None:
@@ -49,8 +47,9 @@ def _train(run: RunConfig, settings: TokenizerConfig) -> None:
         # One after the other: all of them may be larger than memory.
         texts = run.task.texts(settings.num_examples)
         made = train_tokenizer(texts, folder, settings.kind, settings.vocab_size)
-    sizes = [(len(text.encode()), len(made.encode(text))) for text in run.task.texts(1000)]
-    size, num_tokens = map(sum, zip(*sizes))
+    texts = [*run.task.texts(1000)]
+    size = sum(len(text.encode()) for text in texts)
+    num_tokens = sum(len(made.encode(text)) for text in texts)
     print(
         f"{made.num_tokens:,} tokens; one stands for {size / num_tokens:.2f} bytes on average"
     )

@@ -36,19 +36,12 @@ from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.report import Plans
 from tunix_lite.runs.session import Job
-from tunix_lite.runs.setup import (
-    Parts,
-    prepare,
-)
+from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tracking.checkpoint import Checkpoints
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.train import train
-
-# What `check` has found about the run that it checked last. Not of all runs of a sweep: each holds
-# its data, and hours may lie between the check and the start of a run.
-_FOUND: list[tuple[RunConfig, Parts]] = []
 
 
 def main() -> None:
@@ -57,9 +50,9 @@ def main() -> None:
         program.main(start, check)
 
 
-def check(run: RunConfig, folder: Path) -> None:
-    """Everything that can be checked before Hydra makes a folder, on all processes alike. What it
-    finds is kept for `start`. Raises ConfigError, on all processes, and RunFailed."""
+def check(run: RunConfig, folder: Path) -> Parts:
+    """Everything that can be checked before Hydra makes a folder, on all processes alike. Returns
+    what `start` need not find again. Raises ConfigError, on all processes, and RunFailed."""
     if not run.runtime.dry_run:
         keep_programs(run.runtime.program_cache)
     join(run)
@@ -74,7 +67,6 @@ def check(run: RunConfig, folder: Path) -> None:
                 parts = _look_at(run, folder)
             else:
                 parts = prepare(run, RunDir(folder))
-                _FOUND[:] = [(run, parts)]
             if len(hosts()) > 1:
                 # files and code that the settings name: all hosts must have the same
                 first = parts.task.batch(parts.batch.prompts, run.seed, 0)
@@ -93,6 +85,7 @@ def check(run: RunConfig, folder: Path) -> None:
         if allgather_values(folder.is_dir())[0]:
             with error_context("", RunFailed), lock_folder_for_all(folder, run.launch.timeout):
                 pass
+    return parts
 
 
 def _look_at(run: RunConfig, folder: Path) -> Parts:
@@ -121,25 +114,18 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     return parts
 
 
-def start(run: RunConfig, folder: Path) -> float | None:
-    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest, or
-    without completions the held-out loss; None without an evaluation."""
+def start(run: RunConfig, folder: Path, parts: Parts | None) -> float | None:
+    """Trains. parts: what `check` found. Returns the last held-out accuracy, which a sweeper such
+    as optuna makes highest, or without completions the held-out loss; None without either."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
-    resume_hint = (
-        f"hydra.run.dir={shown_place(folder)}" if sweep is None else f"hydra.sweep.dir={sweep}"
-    )
+    # None: hydra.run.dir of its folder
+    resume_hint = None if sweep is None else f"hydra.sweep.dir={sweep}"
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
 
-        # program.main hands over the very object that was checked; a run of a sweep looks again.
-        parts = None
-        if sweep is None and _FOUND and _FOUND[0][0] is run:
-            parts = _FOUND[0][1]
-        # the next run of a sweep is another one
-        _FOUND.clear()
         job = Job(job_start_time(os.environ), resume_hint, parts)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.

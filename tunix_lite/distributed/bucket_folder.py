@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunix_lite.basics.addresses import address_of
-from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, store_of
+from tunix_lite.basics.buckets import LEASE, WHOLE, bring, explained, send, store_of
 from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed import join
 
@@ -212,7 +212,6 @@ class BucketFolder:
         or that a dead run has left unfinished. Raises OSError as `check`."""
         self.check()
         with self._copying, explained(self.place, OSError):
-            changed = {}
             for file in sorted(self.place.rglob("*")):
                 name = file.relative_to(self.place).as_posix()
                 is_apart = name == ".lock" or name.startswith(("checkpoints/", "reference/"))
@@ -222,8 +221,7 @@ class BucketFolder:
                 if self._copied.get(name) != stat:
                     # A file may grow meanwhile: what is read now is sent.
                     self._fs.pipe_file(f"{self._root}/{name}", file.read_bytes())
-                    changed[name] = stat
-            self._copied |= changed
+                    self._copied[name] = stat
 
             # Where orbax writes to the bucket itself, it alone removes old ones. The newest stays.
             here = {p.name for p in self.place.glob("checkpoints/*") if p.name.isdecimal()}
@@ -246,12 +244,10 @@ class BucketFolder:
         is_all = not writes_directly(step)
         self.copy()
         name = f"{step.relative_to(self.place).as_posix()}/"
-        files = [file for file in half.rglob("*") if file.is_file()]
-        there = [f"{self._root}/{name}{file.relative_to(half).as_posix()}" for file in files]
         with explained(self.place, OSError):
             if is_all:
                 self._remove(name)
-            self._fs.put([*map(str, files)], there)
+            send(step, half=half)
         self.check()
         if is_all:
             with explained(self.place, OSError):

@@ -6,7 +6,8 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.basics.addresses import check_on_disk, check_place, is_address, place_here
+from tunix_lite.basics.addresses import check_on_disk, is_address, place_here
+from tunix_lite.basics.errors import error_context
 
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
@@ -54,13 +55,13 @@ def on_this_machine(arguments: list[str]) -> list[str]:
     key = folder_key(arguments)
     if folder is None or not is_address(folder):
         return arguments
-    check_place(key, folder)
     if key != "hydra.run.dir" or SWEEPS & set(arguments):
         raise ValueError(
             f"{key}={folder}: a sweep goes to a disk; a single run can use a bucket"
         )
     others = [text for text in arguments if text.partition("=")[0].lstrip("+") != key]
-    return [*others, *in_folder(str(place_here(folder)), arguments)]
+    with error_context(key, ValueError):
+        return [*others, *in_folder(str(place_here(folder)), arguments)]
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:

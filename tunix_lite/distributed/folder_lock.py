@@ -44,13 +44,12 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[str | None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 before = lock_owner(folder)
                 break
-            except BlockingIOError:
-                pass
             except OSError as error:
                 if error.errno in _CANNOT_LOCK:
                     before = None
                     break
-                raise
+                if not isinstance(error, BlockingIOError):
+                    raise
             if other is None:
                 other = (lock_owner(folder) or "another process").partition(",")[0]
                 text = f"waiting for {folder}, which is in use by {other}"

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.types import Params, Prompts, Rollout
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
-from tunix_lite.rollout.generate import make_generate, make_sampler
+from tunix_lite.rollout.generate import GenerateFunction, make_generate, make_sampler
 from tunix_lite.rollout.memory import SamplingMemory, choose_weights
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.rollout.slot_choice import choose_slots
@@ -28,9 +27,10 @@ def generate_of(
     rollout: RolloutConfig,
     counts: list[tuple[int, int]],
     tp_reduce_dtype: str = "float32",
-) -> Callable[..., Rollout]:
-    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it.
-    counts: (prompts, completions of each) of the largest calls to come."""
+) -> GenerateFunction:
+    """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as make_generate makes it,
+    for the mesh of the model. counts: (prompts, completions of each) of the largest calls to come.
+    """
 
     def made(make: Callable, slots: int, weights: str) -> Any:
         return make(
@@ -59,12 +59,4 @@ def generate_of(
             slots, _ = choose_slots(memory, model.params, partial(made, make_sampler, slots))
             memory = replace(memory, num_slots=slots)
         weights, _ = choose_weights(model.params, memory)
-    generate = made(make_generate, slots, weights)
-
-    def on_the_mesh(
-        params: Params, prompts: Prompts, *args: object, **settings: object
-    ) -> Rollout:
-        with jax.set_mesh(model.mesh):
-            return generate(params, prompts, *args, **settings)
-
-    return on_the_mesh
+        return made(make_generate, slots, weights)

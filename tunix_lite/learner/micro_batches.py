@@ -23,8 +23,8 @@ from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 Tree = Any
 # gradients, a pytree like the parameters, and metrics
 Sums = tuple[Tree, Metrics]
-# what a micro-batch gives; `accumulate` says what it is called with
-OfPart = Callable[..., Sums]
+# rows of a micro-batch -> its gradients and metrics
+OfPart = Callable[[Tree], Sums]
 Summand = jax.Array | Max
 
 
@@ -47,17 +47,12 @@ def accumulate(
     batch: RowBatch,
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
-    in_place: bool = False,
 ) -> Sums:
     """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
     metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
 
-    fn(rows) -> (grads, metrics). in_place: fn(rows, total) -> ({}, metrics), which adds each
-    gradient to `total`, a tree of references to their sums, where it arises, is called where it
-    can be: sums and gradients are of one dtype, and each micro-batch crosses the mesh.
-
-    grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients cross the
-    mesh once in `sync_every` micro-batches."""
+    fn(rows) -> (grads, metrics). grad_shardings: where each gradient lies; None: wherever the
+    compiler likes. Gradients cross the mesh once in `sync_every` micro-batches."""
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -71,7 +66,7 @@ def accumulate(
     elif sync_every > 1:
         sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
     else:
-        sums = _sum_parts(fn, cut(batch), batch.num_used, place, in_place)
+        sums = _sum_parts(fn, cut(batch), batch.num_used, place)
     return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
 
 
@@ -80,10 +75,8 @@ def _sum_parts(
     batch: Tree,
     num_micro_batches: int | jax.Array,
     place: Callable[[Sums], Sums],
-    in_place: bool = False,
 ) -> Sums:
-    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
-    in_place: fn adds its gradients itself, unless their sums are wider than they are."""
+    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
     def start_of(x: Summand) -> Summand:
         if _is_max(x):
@@ -91,25 +84,15 @@ def _sum_parts(
         # bfloat16 would lose small parts of a long sum
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
+    def add(i: jax.Array, sums: Sums) -> Sums:
+        of_part = place(fn(part_of(batch, i)))
+        return jax.tree.map(operator.add, sums, of_part, is_leaf=_is_max)
+
     # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
     start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
-    grads, metrics = start
-    total = None
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(like[0]))
-    if in_place and all(x.dtype == y.dtype for x, y in pairs):
-        # Otherwise the sums and the gradients of a part would be there at once.
-        total = jax.tree.map(jax.new_ref, grads)
-        start = ({}, metrics)
-
-    def add(i: jax.Array, sums: Sums) -> Sums:
-        part = part_of(batch, i)
-        of_part = place(fn(part)) if total is None else fn(part, total)
-        return jax.tree.map(operator.add, sums, of_part, is_leaf=_is_max)
-
     # a traced number of parts: a loop of XLA, and not a scan
-    grads, metrics = jax.lax.fori_loop(0, num_micro_batches, add, start)
-    return (grads if total is None else jax.tree.map(jax.freeze, total)), metrics
+    return jax.lax.fori_loop(0, num_micro_batches, add, start)
 
 
 def part_of(batch: Tree, i: int | jax.Array) -> Tree:

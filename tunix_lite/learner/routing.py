@@ -19,8 +19,8 @@ from tunix_lite.models.experts import Routed
 
 # among the metrics of a micro-batch, the sums that become numbers once all parts are added up
 EXPERTS = "experts"
-# constants of a batch that the losses of routers need of all of it: the load [L, E], or None, and
-# the number of tokens
+# constants of a batch that the losses of routers need of all of it: the load [L, E] and the number
+# of tokens
 LOAD = "expert_load"
 NUM_TOKENS = "num_tokens"
 
@@ -84,11 +84,10 @@ class RouterLoss:
     def is_on(self) -> bool:
         return bool(self.aux_coef or self.z_coef)
 
-    def __call__(self, sums: ExpertSums, totals: dict[str, jax.Array | None]) -> jax.Array:
+    def __call__(self, sums: ExpertSums, totals: dict[str, jax.Array]) -> jax.Array:
         """The share of a micro-batch in the losses. totals: LOAD and NUM_TOKENS of the whole batch,
         so that shares add up to it; without LOAD the micro-batch is all of it."""
-        load_LE = sums.load if totals[LOAD] is None else totals[LOAD]
-        load_LE = jax.lax.stop_gradient(load_LE)
+        load_LE = jax.lax.stop_gradient(totals.get(LOAD, sums.load))
         num_layers, num_experts = load_LE.shape
         pairs = num_layers * totals[NUM_TOKENS]
         share_E = jnp.sum(load_LE, axis=0) / pairs
@@ -108,7 +107,7 @@ def with_expert_metrics(metrics: Metrics) -> Metrics:
         "experts/load_entropy": jnp.mean(entropy_L) / jnp.log(max(2, num_experts)),
         # of the busiest expert of all layers, in even shares
         "experts/load_max": num_experts * jnp.max(share_LE),
-        "experts/aux_loss": RouterLoss(aux_coef=1.0)(sums, {LOAD: None, NUM_TOKENS: tokens}),
+        "experts/aux_loss": RouterLoss(aux_coef=1.0)(sums, {NUM_TOKENS: tokens}),
         "experts/router_z": sums.z / (num_layers * tokens),
     }
     if sums.replayed is not None:

@@ -112,18 +112,29 @@ class TrainStep:
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
 
-        def gradient(rows: RowBatch, total: Params | None = None) -> Sums:
+        # Where it can be, each gradient is added to its sum as it arises: otherwise both would be
+        # there at once. bfloat16 is not summed in its own type, and `sync_every` sums by shard.
+        types = {x.dtype for x in jax.tree.leaves(params)}
+        in_place = batch.max_micro_batches > 1 == self.sync_every and jnp.bfloat16 not in types
+        total = {}
+        if in_place:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
+            total = jax.tree.map(jax.new_ref, zeros)
+
+        def gradient(rows: RowBatch) -> Sums:
             rows = rows.with_constants(batch.constants)
             loss = partial(self.objective, frozen=frozen, batch=rows)
             value, pull, metrics = jax.vjp(loss, params, has_aux=True)
-            if total is not None:
-                pull.with_refs(total)(jnp.ones_like(value))
+            one = jnp.ones_like(value)
+            if in_place:
+                pull.with_refs(total)(one)
                 return {}, metrics
-            return pull(jnp.ones_like(value))[0], metrics
+            return pull(one)[0], metrics
 
-        grads, metrics = accumulate(
-            gradient, batch, grad_shardings, self.sync_every, in_place=True
-        )
+        places = {} if in_place else grad_shardings
+        grads, metrics = accumulate(gradient, batch, places, self.sync_every)
+        grads = jax.tree.map(jax.freeze, total) if in_place else grads
         # of a complex weight, jax gives the conjugate of the direction in which the loss rises
         grads = jax.tree.map(jnp.conj, grads)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
@@ -165,7 +176,7 @@ class TrainStep:
 
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
-        totals = {LOAD: None}
+        totals = {}
         if batch.max_micro_batches > 1 and self.router_loss.aux_coef:
             totals = accumulate(load_of, batch, None, self.sync_every)[1]
         totals[NUM_TOKENS] = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)

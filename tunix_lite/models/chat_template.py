@@ -120,7 +120,9 @@ def _ours() -> tuple[str, ...]:
 
 
 def _in_a_line(error: Exception) -> str:
-    return escaped(str(error).replace("\n", " "), 500)
+    # without the marks of tokenizer.as_data, as they are or as `repr` has them
+    text = re.sub(r"[\U000FF000-\U000FFFFD]|\\U000ff[0-9a-f]{3}", "", str(error))
+    return escaped(text.replace("\n", " "), 500)
 
 
 # A type of plain values, and what makes one out of an instance of a subclass.

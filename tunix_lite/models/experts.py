@@ -32,7 +32,6 @@ from tunix_lite.models.weights import (
     is_quantized,
     ones,
     project,
-    scales_axes,
     zeros,
 )
 from tunix_lite.parallel.mesh import constrain, current_rules, spec
@@ -234,24 +233,21 @@ def _mixture(
         # Rows that only fill up their block count zero, and so do their gradients.
         weights_R1 = jnp.where(groups.is_pair, weights_R1, 0)
 
-        def multiplied(name: str) -> jax.Array:
-            out_RI = grouped_product(x_RD, w[f"expert_{name}"], groups)
-            if cfg.experts.biases:
-                bias_RI = groups.of_rows(w[f"expert_{name}_bias"])
-                out_RI = added(out_RI, stored(bias_RI, out_RI.dtype))
-            # one of the names that decoder.REMAT keeps
-            return checkpoint_name(out_RI, "product")
+        def multiplied(name: str, rows: jax.Array, times: jax.Array | int = 1) -> jax.Array:
+            out = grouped_product(rows, w[f"expert_{name}"], groups)
+            if not cfg.experts.biases:
+                return out
+            bias = times * groups.of_rows(w[f"expert_{name}_bias"])
+            return added(out, stored(bias, out.dtype))
 
+        # The name is one of those that decoder.REMAT keeps.
+        both = (checkpoint_name(multiplied(name, x_RD), "product") for name in ("gate", "up"))
         # Weighted before the last product: then the gradient of the weights needs no result of it.
-        hidden_RI = activate(multiplied("gate"), multiplied("up"), cfg)
+        hidden_RI = activate(*both, cfg)
         hidden_RI = stored(wide(hidden_RI) * weights_R1, x_ND.dtype)
-        out_RD = grouped_product(hidden_RI, w["expert_down"], groups)
-        if cfg.experts.biases:
-            bias_RD = weights_R1 * groups.of_rows(w["expert_down_bias"])
-            if tp is not None:
-                # once for all parts
-                bias_RD = jnp.where(jax.lax.axis_index(tp) == 0, bias_RD, 0)
-            out_RD = added(out_RD, stored(bias_RD, out_RD.dtype))
+        # A bias counts once for all parts.
+        is_first = tp is None or jax.lax.axis_index(tp) == 0
+        out_RD = multiplied("down", hidden_RI, jnp.where(is_first, weights_R1, 0))
         out_ND = from_rows(out_RD, groups.token, groups.row)
         out_ND = stored(out_ND, jnp.promote_types(products.tp_reduce_dtype, x_ND.dtype))
         return out_ND.reshape(1, *arrays[0].shape)
@@ -270,10 +266,8 @@ def _mixture(
 def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:
     """How devices hold a leaf while they compute: whole, but for the inner width over `tp`; where
     its gradient goes stays divided over fsdp."""
-
-    def of(axes: tuple[str, ...]) -> P:
-        return P(*(tp if axis in ("mlp", "mlp_blocks") else None for axis in axes))
-
+    # of a quantised weight, codes and scales alike
+    whole = P(*(tp if axis == "mlp" else None for axis in weight.axes))
     if isinstance(leaf, Lora):
         # of the rank only the axes are read
         pair = zip("ab", adapter_pair(weight, 1))
@@ -282,12 +276,10 @@ def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:
     if isinstance(leaf, ComputeCopy):
         mesh = jax.sharding.get_abstract_mesh()
         divided = spec(leaf.axes, leaf.master.shape, mesh)
-        both = zip(divided, of(leaf.axes))
+        both = zip(divided, whole)
         master = P(*("fsdp" if axis == "fsdp" else inner for axis, inner in both))
-        return leaf.replace(value=of(leaf.axes), master=master)
-    if is_quantized(leaf):
-        return leaf.replace(codes=of(weight.axes), scales=of(scales_axes(weight)))
-    return of(weight.axes)
+        return leaf.replace(value=whole, master=master)
+    return whole
 
 
 def _in_parts(leaf: Leaf, parts: int) -> Leaf:

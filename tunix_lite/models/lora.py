@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from tunix_lite.basics.addresses import check_place
 from tunix_lite.basics.plain_text import shown
 from tunix_lite.basics.types import POLICY, Params
 from tunix_lite.models.quantize import STORAGE
@@ -59,7 +58,6 @@ class LoraConfig:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.base not in STORAGE:
             raise ValueError(f"base={self.base!r}; it is one of {', '.join(STORAGE)}")
-        check_place("adapter", self.adapter)
         is_short = PLAIN.fullmatch(self.targets) and self.targets.count(".*") <= _MOST_ANY
         if not is_short or _EMPTY.search(self.targets):
             raise ValueError(

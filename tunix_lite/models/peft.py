@@ -258,17 +258,19 @@ def _adapted(
 ) -> tuple[dict[str, list[hf.TensorPart]], int]:
     """The weights in every tensor that has adapters, and the rank of all: where a tensor holds
     several weights, its one adapter has their pairs side by side."""
-    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    adapted = {
-        name: parts
-        for name, parts in hf.hf_parts(cfg, _as_peft(family)).items()
-        if any(f"{part.path}/a" in pairs for part in parts)
-    }
-    shared = (
-        {part.path for part in parts if f"{part.path}/a" in pairs}
-        for parts in adapted.values()
-    )
-    return adapted, max(map(len, shared)) * lora.rank
+    adapted = {}
+    most = 0
+    for name, parts in hf.hf_parts(cfg, _as_peft(family)).items():
+        if paths := _paths(parts, lora):
+            adapted[name] = parts
+            most = max(most, len(paths))
+    return adapted, most * lora.rank
+
+
+def _paths(parts: list[hf.TensorPart], lora: LoraConfig) -> list[str]:
+    """The weights in a tensor that have adapters, in the order of their rows."""
+    paths = dict.fromkeys(part.path for part in parts)
+    return [path for path in paths if re.fullmatch(lora.targets, path)]
 
 
 def _as_peft(family: Family) -> Family:
@@ -297,14 +299,12 @@ def _sides(
 ) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, Weight]]:
     """Yields of each side of an adapter, layer by layer and expert by expert, its path, its place
     there, the view of its tensor, and its declaration."""
-    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
     for name, parts in _adapted(cfg, family, lora)[0].items():
         a, b = (tensors[_side(name, side)] for side in "ab")
         a_ERI = a.reshape(max(1, parts[0].experts), -1, a.shape[1])
         b_ORE = b.reshape(len(b), -1, len(a_ERI))
-        own = [part for part in parts if f"{part.path}/a" in pairs]
-        paths = list(dict.fromkeys(part.path for part in own))
-        for part in own:
+        paths = _paths(parts, lora)
+        for part in (part for part in parts if part.path in paths):
             # Weights in one tensor share its inputs. As we write them, each has its own ranks; in
             # other files they share `a`.
             first = paths.index(part.path) * lora.rank % a_ERI.shape[1]

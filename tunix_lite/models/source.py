@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.basics.addresses import check_place, is_address
+from tunix_lite.basics.addresses import is_address
 from tunix_lite.basics.buckets import bring
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import escaped, shown
@@ -59,10 +59,6 @@ class ModelConfig:
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
-        check_place("weights", self.weights)
-        check_place("tokenizer", self.tokenizer)
-        if self.chat_template is not None:
-            check_place("chat_template", self.chat_template)
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
@@ -107,7 +103,6 @@ class TeacherConfig:
             )
         if self.storage not in STORAGE:
             raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGE)}")
-        check_place("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
         """The same as the settings of a model."""
@@ -149,7 +144,7 @@ def locate(model: ModelConfig) -> FoundModel:
     folder = None
     if model.weights != "random":
         with _setting("model.weights"):
-            folder = _folder(model.weights)
+            folder = folder_of(model.weights)
             cfg, family = families.read_config(folder, family)
             if model.architecture is not None:
                 differ = families.architecture_differences(
@@ -174,7 +169,7 @@ def locate(model: ModelConfig) -> FoundModel:
 
     # The tokenizer: of the folder, or of the settings.
     with _setting("model.tokenizer" if folder is None else "model.weights"):
-        tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
+        tokenizer = Tokenizer.load(folder or folder_of(model.tokenizer))
     if model.target_params is not None:
         with _setting("model"):
             cfg = sizes.sized(cfg, model.target_params, tokenizer.num_tokens)
@@ -209,15 +204,6 @@ def locate(model: ModelConfig) -> FoundModel:
     return FoundModel(
         cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights
     )
-
-
-def random_architecture(model: ModelConfig) -> Architecture:
-    """The architecture of random weights; of model.target_params, with the tokens of the tokenizer.
-    Raises ValueError."""
-    if model.target_params is None:
-        return model.architecture
-    tokenizer = Tokenizer.load(_folder(model.tokenizer))
-    return sizes.sized(model.architecture, model.target_params, tokenizer.num_tokens)
 
 
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
@@ -395,7 +381,7 @@ def _with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
     return preset(name)
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """The folder that a setting names, or its GGUF file; of a hub model, without its weights."""
     if name == "bundled":
         return BUNDLED

@@ -396,12 +396,12 @@ class MemoryEstimate:
         """Elements of n tokens between gate and down on a device: F each, and the inner width of
         experts for each of their rows."""
         resolved = self.resolved
-        declared = decoder.layer_weights(resolved.cfg, kind)
-        dense = [
-            declared[name].shape[1] for name in ("gate", "shared_gate") if name in declared
-        ]
-        inner = declared["expert_gate"].shape[2] if "expert_gate" in declared else 0
-        return (n * sum(dense) + self._expert_rows(n) * inner) // resolved.tp
+        elements = 0
+        for name, w in decoder.layer_weights(resolved.cfg, kind).items():
+            if name in ("gate", "shared_gate", "expert_gate"):
+                rows = self._expert_rows(n) if "experts" in w.axes else n
+                elements += rows * w.shape[-1]
+        return elements // resolved.tp
 
     def _expert_rows(self, n: int) -> int:
         """Rows in which n tokens stand for their experts, blocks filled up; 0 without experts."""

@@ -217,10 +217,7 @@ def with_choices(
     keeps the weights. Raises ConfigError if the mesh does not divide model or batch."""
     if run.training.epochs is not None:
         # nobody has counted the rows
-        planned = replace(
-            run.training, epochs=None, last_batch="drop", max_steps=_STEPS_OF_EPOCHS
-        )
-        run = replace(run, training=planned)
+        run = replace(run, training=replace(run.training, max_steps=_STEPS_OF_EPOCHS))
     resolved = with_packing(
         run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     )

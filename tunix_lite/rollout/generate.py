@@ -59,13 +59,15 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class GenerateFunction:
-    """A function that samples, and one that compiles its programs.
+    """A function that samples, one that compiles its programs, and one that makes its weights.
     Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4)."""
 
     sample: Callable
     # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
     # prompts and completions of any length need
     compile_ahead: Callable[..., None]
+    # as make_prepare makes it: who only samples can keep its result in place of the parameters
+    prepare: Callable[[Params], Params]
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.sample(*arguments, **options)
@@ -379,7 +381,7 @@ def make_generate(
             lost_B = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
             _results(engine.programs.rewind, slots, lost_B)
 
-    return GenerateFunction(generate, compile_ahead)
+    return GenerateFunction(generate, compile_ahead, sample.prepare)
 
 
 def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
@@ -398,10 +400,13 @@ def make_prepare(
     may_join: bool = True,
 ) -> Callable[[Params], dict[str, jax.Array]]:
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
-    computation and, if `gather`, gathered over fsdp. may_join: False keeps names and layout."""
+    computation and, if `gather`, gathered over fsdp. Those that it made itself it gives back.
+    may_join: False keeps names and layout."""
     compiled = {}
 
     def prepare(params: Params) -> Params:
+        if isinstance(params.get("layers"), list):
+            return params
         # One program for each way in which the weights may be sharded.
         # A tree of dicts has no hash: its structure and its leaves do.
         leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))

@@ -15,9 +15,6 @@ from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.runs.learner import Learner
 from tunix_lite.tasks.task import Task
 
-# metrics of a loss that are not about held-out rows
-_LEFT_OUT = ("train/entropy",)
-
 
 def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     """The loss of evaluation.loss_examples held-out rows under today's weights, as eval/loss, and
@@ -63,7 +60,8 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     metrics = {
         f"eval/{name.removeprefix('train/')}": value
         for name, value in (collected | sums).items()
-        if name.startswith("train/") and name not in _LEFT_OUT
+        # entropy is not about held-out rows
+        if name.startswith("train/") and name != "train/entropy"
     }
     if needs.held_out_loss == "nats":
         total = float(np.sum(batch.loss_weight, dtype=np.float64)) or 1.0

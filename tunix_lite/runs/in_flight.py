@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix_lite.basics.plain_text import reason_of
 from tunix_lite.basics.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
 from tunix_lite.basics.untrusted import parse_object
 from tunix_lite.rollout.partial import OpenCompletion
@@ -167,6 +168,10 @@ def _check_names(arrays: dict[str, np.ndarray], wanted: set[str], more: set[str]
 
 def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | RolloutInFlight:
     """Rebuilds what was in flight, of the arrays of a checkpoint. Raises ValueError for those of
-    another format."""
+    another format, or that do not belong together."""
     kind = InFlight if "next_step" in arrays else RolloutInFlight
-    return kind.from_arrays(arrays)
+    try:
+        return kind.from_arrays(arrays)
+    except (IndexError, KeyError, TypeError) as error:
+        why = reason_of(error)
+        raise ValueError(f"the completions in flight are damaged ({why})") from error

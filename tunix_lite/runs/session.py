@@ -17,10 +17,7 @@ from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.parallel.mesh import own_rows
 from tunix_lite.planning.at_start import is_out_of_memory
-from tunix_lite.runs.setup import (
-    Parts,
-    prepare,
-)
+from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.settings.config import RunConfig, plain
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.algorithms.algorithm import Algorithm, Needs
-from tunix_lite.basics.addresses import check_on_disk, check_place
+from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import (
     ConfigError,
@@ -219,9 +219,6 @@ class ResumeConfig:
     folder: str = "auto"
     force: bool = False
 
-    def __post_init__(self):
-        check_place("folder", self.folder)
-
 
 @dataclass(frozen=True)
 class RuntimeConfig:
@@ -308,12 +305,9 @@ class RunConfig:
         of = "loss" if name in OF_LOSS else "num"
         count = self.loss_examples if of == "loss" else evaluation.num_examples
         if training.ranks and part == "eval" and not count:
-            needed = " with algorithm=sft, dpo or distill" if of == "loss" else ""
-            other = "eval/accuracy" if of == "loss" else "eval/loss with algorithm=sft"
             raise ValueError(
                 f"training.best_metric={training.best_metric} is not measured, as "
-                f"evaluation.{of}_examples is 0 here; set it above 0{needed}, or name another "
-                f"metric, such as training.best_metric={other}"
+                f"evaluation.{of}_examples is 0 here; set it above 0, or name another metric"
             )
 
     @property

@@ -4,7 +4,6 @@ once for a run and for a plan of one. Needs no device and no weights."""
 import math
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig, random_architecture
+from tunix_lite.models.source import ModelConfig, folder_of, locate
 from tunix_lite.parallel.mesh import AXES, elements_on_device, resolve_mesh_shape
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -388,8 +387,12 @@ class ResolvedRun:
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
     nothing from the hub. Raises ConfigError."""
+    cfg = model.architecture
+    if model.target_params is not None:
+        # the tokens of the tokenizer count, too
+        with error_context(""):
+            cfg = locate(model).cfg
     with error_context("model"):
-        cfg = random_architecture(model) if model.weights == "random" else model.architecture
         family = None if model.family is None else families.find_family(model.family)
         if cfg is None:
             if hub.is_hub_name(model.weights):
@@ -398,10 +401,7 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
                     f"{model.weights}; choose one with model=NAME, or give model.weights as a "
                     "folder"
                 )
-            folder = (
-                BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
-            )
-            cfg, family = families.read_config(folder, family)
+            cfg, family = families.read_config(folder_of(model.weights), family)
         lora = model.lora
         if lora.adapter is not None:
             lora = peft.read_adapter_config(lora, cfg, family)

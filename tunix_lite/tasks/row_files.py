@@ -2,6 +2,8 @@
 
 import codecs
 import contextlib
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -101,9 +103,8 @@ class Rows(list):
 
     def part(self, places: Sequence[int]) -> "Rows":
         """Some of the rows, which keep their lines."""
-        rows = Rows.__new__(Rows)
-        rows.extend(self[i] for i in places)
-        vars(rows).update(vars(self))
+        rows = copy.copy(self)
+        rows[:] = [self[i] for i in places]
         return rows
 
 
@@ -118,16 +119,29 @@ def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
 
 def _raw_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers."""
+    for number, (_, line) in enumerate(lines_within(file), start=1):
+        if line.strip():
+            yield number, line
+
+
+def lines_within(
+    file: str | Path, begin: int = 0, end: float = math.inf
+) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in these bytes, with the byte at which each does. ValueError: UTF-16."""
     # In bytes, a line ends with a newline alone: JSON and texts may hold U+2028 and U+0085.
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
-                # the mark that editors on Windows put before UTF-8 is no part of the first row
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield number, line
+        # A line may end where the part begins.
+        lines.seek(max(0, begin - 1))
+        at = begin and begin - 1 + len(lines.readline())
+        first = b"" if at else lines.peek(3)
+        if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
+        # The mark that editors on Windows put before UTF-8 is no part of the first line.
+        if first.startswith(codecs.BOM_UTF8):
+            at = len(lines.read(3))
+        while at < end and (line := lines.readline()):
+            yield at, line
+            at += len(line)
 
 
 def _decoded(line: bytes) -> str:

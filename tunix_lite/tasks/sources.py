@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
+from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.tasks.generated import GeneratedSource, check_range
 from tunix_lite.tasks.hub_rows import HubData, is_hub, pinned
@@ -157,15 +158,12 @@ class FileRows:
     max_rows: int | None = None
 
     def __post_init__(self):
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error={self.on_error!r}; it is raise or skip")
-        if self.held_out_every < 2:
-            raise ValueError(
-                f"held_out_every={self.held_out_every} must be at least 2: 1 leaves no row to "
-                "train on"
-            )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"max_rows={self.max_rows} must be at least 1, or null for all")
+        check_choices(self, {"on_error": ("raise", "skip")})
+        rule = "must be at least 2: 1 leaves no row to train on"
+        check_numbers(self, "held_out_every", lambda x: x >= 2, rule)
+        check_numbers(
+            self, "max_rows", lambda x: x >= 1, "must be at least 1, or null for all"
+        )
         for name in filter(is_hub, (self.train_file, self.held_out_file)):
             HubData.parse(name)
 

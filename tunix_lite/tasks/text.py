@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from tunix_lite.basics.addresses import check_on_disk
+from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, pinned
 from tunix_lite.tasks.processes import shared_errors
@@ -20,7 +21,6 @@ from tunix_lite.tasks.sources import SPLITS, digest, digest_of_data
 from tunix_lite.tasks.task import Task, TaskConfig, TaskLengthsConfig
 from tunix_lite.tasks.token_files import TokenFiles, TokenRows
 
-ATTENTION = ("documents", "across")
 CACHE = "~/.cache/tunix_lite/text"
 unset = partial(dataclasses.field, init=False)
 
@@ -103,17 +103,12 @@ class TextTaskConfig(TaskConfig):
 
     def __post_init__(self):
         check_on_disk("cache", self.cache)
-        wrong = {
-            "train is missing: give task.train=FILE, or a pattern": self.train is None,
-            f"attention={self.attention!r}; it is {' or '.join(ATTENTION)}": (
-                self.attention not in ATTENTION
-            ),
-            f"row_tokens={self.row_tokens} must be at least 2": self.row_tokens < 2,
-            f"held_out_every={self.held_out_every} must be 0, or 2 or more: 1 leaves nothing to "
-            "train on": self.held_out_every < 0 or self.held_out_every == 1,
-        }
-        for why in filter(wrong.get, wrong):
-            raise ValueError(why)
+        check_choices(self, {"attention": ("documents", "across")})
+        check_numbers(self, "row_tokens", lambda x: x >= 2, "must be at least 2")
+        rule = "must be 0, or 2 or more: 1 leaves nothing to train on"
+        check_numbers(self, "held_out_every", lambda x: x == 0 or x >= 2, rule)
+        if self.train is None:
+            raise ValueError("train is missing: give task.train=FILE, or a pattern")
         object.__setattr__(self, "source", TextSource(self))
 
     def task(self, tokenizer: Tokenizer, *arguments: Any, **settings: Any) -> "TextTask":

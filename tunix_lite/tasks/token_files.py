@@ -15,7 +15,6 @@ import re
 import tempfile
 import time
 from array import array
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.tasks.hub_rows import is_hub, table_of_hub
 from tunix_lite.tasks.messages import fields_of
-from tunix_lite.tasks.row_files import json_row, parquet_groups, parquet_rows
+from tunix_lite.tasks.row_files import json_row, lines_within, parquet_groups, parquet_rows
 from tunix_lite.tasks.sources import SPLITS
 
 # bytes of text in a part of a file; of Parquet, a row group is one; of the hub, so many rows
@@ -198,21 +197,24 @@ class TokenFiles:
         """(place, text, whether it ends there) of documents, or of a text file's lines."""
         file, _, begin, end = part
         is_text = file.endswith(".txt")
-        if is_text or file.endswith(".jsonl"):
-            raw = _lines(part)
-        elif is_hub(file):
-            rows = enumerate(table_of_hub(file).select(range(begin, end)), begin + 1)
-            raw = ((f"{file}, row {i}", row, True) for i, row in rows)
+        counted = f"{file}, row"
+        if is_hub(file):
+            raw = enumerate(table_of_hub(file).select(range(begin, end)), begin + 1)
+        elif file.endswith(".parquet"):
+            counted = f"{file}, group {begin + 1}, row"
+            raw = parquet_rows(file, [begin], [self.field])
         else:
-            rows = parquet_rows(file, [begin], [self.field])
-            raw = ((f"{file}, group {begin + 1}, row {i}", row, True) for i, row in rows)
-        for place, data, is_end in raw:
+            counted = f"{file}, byte"
+            raw = lines_within(file, begin, end)
+            size = os.path.getsize(file)
+        for place, data in raw:
             try:
                 text = data.decode() if is_text else self._text_of(data)
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
+                raise ValueError(f"{counted} {place}: {error}") from error
             if text.strip() or is_text:
-                yield place, text, is_end or not is_text
+                is_end = not is_text or place + len(data) >= size
+                yield f"{counted} {place}", text, is_end
 
     def _text_of(self, data: bytes | dict) -> str:
         """The text in a row, or in its line, which may be blank. Raises ValueError."""
@@ -220,27 +222,13 @@ class TokenFiles:
             return ""
         row = json_row(data) if isinstance(data, bytes) else data
         text = row.get(self.field)
-        if isinstance(text, str):
-            return text
-        if self.field in row:
-            raise ValueError(f"{self.field!r} holds {shortened(text)}, which is no text")
-        raise ValueError(
-            f"no {self.field!r}; the row has {fields_of(row)}: task.field=NAME says which field is "
-            "the text"
-        )
-
-
-def _lines(part: _Part) -> Iterator[tuple[str, bytes, bool]]:
-    """(place, line, whether it is the last of the file) of the lines that begin in the part."""
-    size = os.path.getsize(part.file)
-    with open(part.file, "rb") as file:
-        # a line may end where the part begins
-        file.seek(max(0, part.begin - 1))
-        at = part.begin and part.begin - 1 + len(file.readline())
-        while at < part.end and (line := file.readline()):
-            text = line if at else line.removeprefix(BOM_UTF8)
-            yield f"{part.file}, byte {at}", text, at + len(line) == size
-            at += len(line)
+        if not isinstance(text, str):
+            what = f"holds {shortened(text)}" if self.field in row else "is not there"
+            raise ValueError(
+                f"{self.field!r} {what}, and should be a text; the row has {fields_of(row)}: "
+                "task.field=NAME names another field"
+            )
+        return text
 
 
 class TokenRows(Sequence):

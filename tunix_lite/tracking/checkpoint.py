@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -399,12 +400,12 @@ class Checkpoints:
 # ---- details
 
 
+@dataclass(frozen=True)
 class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
     """Keeps the best checkpoints, those of an earlier start too, which orbax would forget."""
 
-    def __init__(self, best: Best, count: int):
-        self._best = best
-        self._count = count
+    best: Best
+    count: int
 
     def should_preserve(
         self,
@@ -413,7 +414,7 @@ class _KeepBest(ocp.checkpoint_managers.PreservationPolicy):
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> Sequence[bool]:
         steps = [one.step for one in checkpoints]
-        best = self._best.first(self._count, steps)
+        best = self.best.first(self.count, steps)
         return [step in best for step in steps]
 
 
