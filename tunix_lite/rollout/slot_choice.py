@@ -86,11 +86,13 @@ def decode_seconds(sampler: CompletionSampler, params: Params) -> Callable[[int]
 
     def seconds(num_slots: int) -> float:
         slots = programs.make_slots(num_slots, programs.spec.max_length)
-        # the first call compiles
-        for _ in range(2):
+        took = []
+        for _ in range(3):
             began = time.perf_counter()
             slots, _ = programs.decode(slots, weights, temperature, cuts_off)
             jax.block_until_ready(slots)
-        return (time.perf_counter() - began) / programs.spec.chunk
+            took.append(time.perf_counter() - began)
+        # the first call compiles, and other programs of the machine may disturb one
+        return min(took[1:]) / programs.spec.chunk
 
     return seconds
