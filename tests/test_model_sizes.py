@@ -11,7 +11,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.sizes import shape_line, sized
 from tunix_lite.models.source import locate, settings_to_keep
 from tunix_lite.models.weights import num_params
-from tunix_lite.planning.report import Plans
+from tunix_lite.planning.plans import Plans
 from tunix_lite.settings.compose import compose
 
 BASE = compose(["model=random"]).model.architecture

@@ -33,8 +33,8 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
+from tunix_lite.planning.plans import Plans
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled
-from tunix_lite.planning.report import Plans
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import scored_batch_shapes

@@ -107,9 +107,8 @@ def test_quiet_prints_hints_and_results_only(tmp_path):
 
 def test_the_time_left_is_by_the_completions_that_have_ended():
     now = [0.0]
-    progress = SamplingProgress(
-        SimpleNamespace(note=lambda text: None, show=lambda text: None), [4, 4], elapsed=lambda: now[0]
-    )
+    progress = SamplingProgress(SimpleNamespace(note=lambda text: None, show=lambda text: None), [4, 4])
+    progress.elapsed = lambda: now[0]
     assert progress.text(3.0) == "compiling the sampler and reading prompts, for 8 completions, 3 s"
     requests = [Request(i, i, 0, 64, num_new=16) for i in range(4)]
     now[0] = 4.0

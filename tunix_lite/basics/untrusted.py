@@ -67,24 +67,24 @@ def parse_json(text: str, most: int) -> Any:
     return value
 
 
-def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping of plain values in a YAML file. Raises ValueError, also for anchors."""
-    content = _parsed_yaml(file, most)
+    content = _parsed_yaml(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a mapping")
     return content
 
 
-def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
+def read_yaml_texts(file: Path) -> list[str]:
     """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError."""
-    content = _parsed_yaml(file, most)
+    content = _parsed_yaml(file)
     if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
         raise ValueError(f"{file} does not hold a list of texts")
     return content
 
 
-def _parsed_yaml(file: Path, most: int) -> Any:
-    text = read_text(file, most)
+def _parsed_yaml(file: Path) -> Any:
+    text = read_text(file, MOST_YAML)
     try:
         # Ends at the first alias or place that is nested too deep: the rest may take minutes.
         depth = 0

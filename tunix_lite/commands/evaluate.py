@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.basics.errors import ConfigError, RunFailed, error_context
+from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.imports import looking_in_working_folder
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.commands import program
@@ -30,7 +30,6 @@ from tunix_lite.distributed.join import (
     initialise,
     is_first,
 )
-from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
@@ -111,10 +110,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
     # One evaluation of all processes that were started as one, which is mostly this one alone.
     values = {"evaluate": plain(options), "step": settings.step}
     with error_context(""):
-        try:
-            initialise(run.launch, os.environ, process_info(plain(run) | values))
-        except NotMet as error:
-            raise RunFailed(str(error)) from error
+        initialise(run.launch, os.environ, process_info(plain(run) | values))
     with exit_when_a_peer_is_lost():
         out = None
         seen = {}

@@ -6,11 +6,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tunix_lite import __version__
 from tunix_lite.commands.closed_pipe import as_long_as_read
+from tunix_lite.distributed.agreement import installed_version
 from tunix_lite.distributed.command_line import conf_dir, config_dir
 from tunix_lite.settings.hints import options_of
 
@@ -72,10 +72,7 @@ def answered(argv: list[str]) -> bool:
         texts = [f"python {sys.version.split()[0]}"]
         # by their metadata: importing jax takes seconds
         for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
-            try:
-                texts.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
-                texts.append(f"{name} not installed")
+            texts.append(f"{name} {installed_version(name) or 'not installed'}")
         print(f"tunix_lite {__version__} ({', '.join(texts)})")
     return True
 

@@ -16,13 +16,12 @@ from tunix_lite.commands import program
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning import report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.forecast import forecast
 from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.report import Plans
+from tunix_lite.planning.plans import Plans, columns, gib, source
 from tunix_lite.report.evidence import read_evidence, read_overrides
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.settings.resolved_run import find_model
@@ -110,8 +109,8 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         if found.command is not None:
             sys.exit(program.EXIT_FAILED)
         raise RunFailed(
-            f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
-            f"{report.gib(best.machine.capacity)} GiB a device"
+            f"nothing fits {best.machine.name}: the least is {gib(best.peak_bytes)} of "
+            f"{gib(best.machine.capacity)} GiB a device"
         )
 
 
@@ -186,7 +185,7 @@ def verified(plan: Plan, folder: str) -> list[str]:
         # nan: the run has no such number, or no step after the first two
         off = f"{value / took - 1:+.0%}" if took > 0 else "-"
         rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))
-    return report.columns(rows)
+    return columns(rows)
 
 
 def _compiled(plan: Plan) -> Plan:
@@ -252,10 +251,7 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         return plans
     again = [] if settings.analytic else [_compiled]
     overrides, found = advice(plans.plans[0], *again)
-    peak = (
-        f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
-        f"{report.source(found)}"
-    )
+    peak = f"{gib(found.peak_bytes)} of {gib(found.machine.capacity)} GiB, {source(found)}"
     if found.fits:
         change = f"would fit, with {peak}:"
         if found.is_near_the_limit:

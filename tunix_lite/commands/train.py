@@ -26,7 +26,6 @@ from tunix_lite.distributed.join import (
     initialise,
     is_first,
 )
-from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.process_place import find_place
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.models.source import weights_digest
@@ -34,7 +33,7 @@ from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine
-from tunix_lite.planning.report import Plans
+from tunix_lite.planning.plans import Plans
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.settings import compose as composing
@@ -173,10 +172,7 @@ def join(run: RunConfig) -> None:
             values | ({"hydra": {"run.dir": shown_place(Path(run_dir))}} if run_dir else {}),
             folder,
         )
-        try:
-            place, agreed = initialise(run.launch, os.environ, ours)
-        except NotMet as error:
-            raise RunFailed(str(error)) from error
+        place, agreed = initialise(run.launch, os.environ, ours)
     if len(agreed.hosts) > 1 and (run_dir is None or "$" in run_dir):
         sys.argv += in_folder(agreed.folder, sys.argv)
     if place.process_id > 0:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from tunix_lite.basics.errors import RunFailed
 from tunix_lite.distributed.agreement import (
     Agreement,
     ProcessInfo,
@@ -36,7 +37,7 @@ _ACCEPT_SECONDS = 0.05
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-class NotMet(ValueError):
+class NotMet(RunFailed):
     """A process did not come, or the port is taken. Settings are not at fault; try again."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
+from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_object
@@ -48,6 +49,7 @@ ALLOWED = {
 }
 
 
+@error_context("adapter", ValueError)
 def read_adapter_config(
     lora: LoraConfig,
     cfg: Architecture,
@@ -57,23 +59,16 @@ def read_adapter_config(
     naming what is missing, not supported, or contradicts the settings."""
     if family is None:
         raise ValueError(
-            "adapter: a PEFT adapter names tensors, so model.family must be given for random "
-            "weights"
+            "a PEFT adapter names tensors, so model.family must be given for random weights"
         )
     folder = as_path(lora.adapter)
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
-            raise ValueError(
-                f"adapter: {folder} has no {file}; a folder in PEFT format has one"
-            )
+            raise ValueError(f"{folder} has no {file}; a folder in PEFT format has one")
     rank, alpha = _rank_and_alpha(folder)
-    try:
-        # shapes alone: nothing is read before all is right
-        header = hf.header(folder / TENSORS)
-    except ValueError as error:
-        raise ValueError(f"adapter: {error}") from error
     family = _as_peft(family)
-    entries = _by_own_names(header, family, folder)
+    # shapes alone: nothing is read before all is right
+    entries = _by_own_names(hf.header(folder / TENSORS), family, folder)
 
     # What has adapters is what the tensors say: target_modules may be expressions.
     present = {module_of(name) for name in entries}
@@ -84,13 +79,11 @@ def read_adapter_config(
         if weight.inputs and modules & present:
             if missing := sorted(modules - present):
                 raise ValueError(
-                    f"adapter: {folder} covers only some layers; {missing[0]} has no adapter there"
+                    f"{folder} covers only some layers; {missing[0]} has no adapter there"
                 )
             paths.append(path)
     if not paths:
-        raise ValueError(
-            f"adapter: {folder / TENSORS} has no adapter of a projection of this model"
-        )
+        raise ValueError(f"{folder / TENSORS} has no adapter of a projection of this model")
     targets = "|".join(paths)
     if decoder.stack_of_layers(cfg)[0] is not None:
         # By name if these are all that have it, else by stack, as an expression has a limit.
@@ -105,47 +98,37 @@ def read_adapter_config(
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
             raise ValueError(
-                f"adapter: {folder} has {name}={own!r}, and model.lora.{name}={setting!r}; leave "
-                "it out"
+                f"{folder} has {name}={own!r}, and model.lora.{name}={setting!r}; leave it out"
             )
 
     own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
     wanted = _shapes(_adapted(cfg, family, own_lora)[0], rank)
     if problems := hf.misfits(wanted, entries):
-        raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
+        raise ValueError(f"the tensors in {folder} do not fit: {problems}")
     return own_lora
 
 
 def _rank_and_alpha(folder: Path) -> tuple[int, float]:
     """Reads adapter_config.json. Raises ValueError for anything in it that is not supported."""
     file = folder / CONFIG
-    try:
-        config = read_object(file)
-        kind = config["peft_type"]
-        rank = config["r"]
-        alpha = config["lora_alpha"]
-    except ValueError as error:
-        raise ValueError(f"adapter: {error}") from error
-    except KeyError as error:
-        raise ValueError(
-            f"adapter: {file} is no LoRA configuration: {error} is missing"
-        ) from error
-
+    config = read_object(file)
+    for key in ("peft_type", "r", "lora_alpha"):
+        if key not in config:
+            raise ValueError(f"{file} is no LoRA configuration: {key!r} is missing")
+    kind = config["peft_type"]
+    rank = config["r"]
+    alpha = config["lora_alpha"]
     if kind != "LORA":
-        raise ValueError(f"adapter: {file}: peft_type is {shown(kind)}; supported is 'LORA'")
+        raise ValueError(f"{file}: peft_type is {shown(kind)}; supported is 'LORA'")
     for key, value in config.items():
         if key not in _HARMLESS and value and value not in ALLOWED.get(key, ()):
-            raise ValueError(
-                f"adapter: {file}: {escaped(key)}={shown(value)} is not supported"
-            )
+            raise ValueError(f"{file}: {escaped(key)}={shown(value)} is not supported")
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise ValueError(
-            f"adapter: {file}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}"
+            f"{file}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}"
         )
     if type(alpha) not in (int, float) or not 0 < alpha <= _MOST_ALPHA:
-        raise ValueError(
-            f"adapter: {file}: lora_alpha={shown(alpha)}; it is a finite number above 0"
-        )
+        raise ValueError(f"{file}: lora_alpha={shown(alpha)}; it is a finite number above 0")
     # rsLoRA divides alpha by the root of the rank; LoraConfig.scale divides it by the rank.
     if config.get("use_rslora"):
         alpha = alpha * rank**0.5

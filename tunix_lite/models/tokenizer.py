@@ -139,7 +139,8 @@ class Tokenizer:
             backend=backend,
             template=None,
             special=special,
-            eos_ids=_eos_ids(folder, backend, special),
+            # with_template finds them
+            eos_ids=(),
             pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
             start_ids=tuple(encoded.ids[:num_before]),
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
@@ -15,8 +16,6 @@ from tunix_lite.settings.resolved_run import find_model
 
 # Nodes of GPUs that are tried at most, and the factor by which a target may grow.
 _MOST_NODES = 64
-# More steps than any change has: as far as it goes.
-_FARTHEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,15 @@ def _few_changes(start: _Trial) -> _Trial:
     """Changes in order until they fit, or all that make it no larger; each as far as it must go."""
     # What is proposed by an estimate leaves some memory free.
     capacity = int((1 - ESTIMATE_MARGIN) * (start.machine.capacity or 0))
-    steps = [0] * len(_CHANGES)
+    taken: list[tuple[_Change, int]] = []
+    trial = start
     peak = start.peak()
-    for i in range(len(_CHANGES)):
-        further = [*steps[:i], _FARTHEST, *steps[i + 1 :]]
-        changed = _applied(start, further).peak()
+    for make in _CHANGES:
+        steps = [*make(trial)]
         # a change that makes it larger is none of a remedy
-        if changed <= peak:
-            steps = further
+        if steps and (changed := steps[-1].peak()) <= peak:
+            taken.append((make, len(steps)))
+            trial = steps[-1]
             peak = changed
         if peak <= capacity:
             break
@@ -133,24 +133,20 @@ def _few_changes(start: _Trial) -> _Trial:
     # Take them back as far as the run still fits, the most costly first.
     # where nothing fits, no change may cost more than the least that was reached
     limit = max(capacity, peak)
-    for i in reversed(range(len(_CHANGES))):
-        for fewer in range(steps[i]):
-            back = [*steps[:i], fewer, *steps[i + 1 :]]
+    for i, (make, count) in reversed([*enumerate(taken)]):
+        for fewer in range(count):
+            back = [*taken[:i], (make, fewer), *taken[i + 1 :]]
             if _applied(start, back).peak() <= limit:
-                steps = back
+                taken = back
                 break
-            # From here on, more steps back change nothing.
-            if _applied(start, back) == _applied(start, steps):
-                break
-    return _applied(start, steps)
+    return _applied(start, taken)
 
 
-def _applied(start: _Trial, steps: list[int]) -> _Trial:
+def _applied(trial: _Trial, taken: list[tuple[_Change, int]]) -> _Trial:
     """Each change as many steps as it is to go, or as it has."""
-    for make, count in zip(_CHANGES, steps):
-        ways = [start, *make(start)]
-        start = ways[min(count, len(ways) - 1)]
-    return start
+    for make, count in taken:
+        *_, trial = [trial, *islice(make(trial), count)]
+    return trial
 
 
 def _changed_to(

@@ -149,11 +149,9 @@ def held_out_examples(
             raise ValueError("the held-out set has no examples")
         examples = task.held_out(num_examples)
         task.prompts(examples)
-        for example in examples if reference is not None else ():
-            try:
+        with error_context(f"evaluate.reference={reference}", ValueError):
+            for example in examples if reference is not None else ():
                 field_of(example, reference)
-            except ValueError as error:
-                raise ValueError(f"evaluate.reference={reference}: {error}") from error
     return task, examples
 
 

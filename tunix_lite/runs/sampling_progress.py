@@ -1,6 +1,6 @@
 """Reports the progress of an evaluation, or of many prompts: completions done, speed, time left."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tunix_lite.basics.types import Rollout
 from tunix_lite.parallel.compiling import stopwatch
@@ -14,21 +14,15 @@ class SamplingProgress(Progress):
     SamplingProgress(StandardError(), [32]) as progress:`, then `generate(...,
     on_chunk=progress.on_chunk)`."""
 
-    def __init__(
-        self,
-        output: Output,
-        rollouts: Sequence[int],
-        patience: float = 0.0,
-        elapsed: Callable[[], float] | None = None,
-    ):
-        """rollouts: how many completions each one samples. patience: as of a Progress. elapsed:
-        seconds of sampling until now; None: those of this process, without compiling."""
+    def __init__(self, output: Output, rollouts: Sequence[int], patience: float = 0.0):
+        """rollouts: how many completions each one samples. patience: as of a Progress."""
         self._total = sum(rollouts)
         self._tokens = 0
         self._num_ended = 0
         # at the last chunk
         self._seconds = 0.0
-        self._elapsed = elapsed or stopwatch()
+        # seconds of sampling until now, without compiling
+        self.elapsed = stopwatch()
         self._has_shown_rate = False
 
         def at_end(seconds: float) -> str:
@@ -41,7 +35,7 @@ class SamplingProgress(Progress):
         """Takes a chunk of the rollout, as make_generate gives it."""
         self._tokens += sum(request.num_new for request in requests)
         self._num_ended += sum(request.reason is not None for request in requests)
-        self._seconds = self._elapsed()
+        self._seconds = self.elapsed()
         if not self._has_shown_rate and 0 < self._num_ended < self._total:
             self._has_shown_rate = True
             self.now()

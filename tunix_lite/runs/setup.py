@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from tunix_lite.basics.errors import ConfigError, error_context
 from tunix_lite.basics.plain_text import counted, device_name
 from tunix_lite.basics.untrusted import as_path
 from tunix_lite.distributed.join import is_restart
-from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, sizes, source, weights
@@ -356,18 +354,8 @@ def find_parts(run: RunConfig) -> Parts:
             mesh = make_mesh(shape, learning)
             rollout_mesh = make_mesh(own_shape, sampling)
     else:
-        try:
+        with error_context("model.mesh_shape"):
             mesh = make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes)
-        except ValueError as error:
-            hint = ""
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                # there may be fewer processes than somebody meant
-                hint = (
-                    f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
-                    "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
-                    "variables"
-                )
-            raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.scoring_models, model)
 
@@ -661,11 +649,8 @@ def _fingerprint_of(parts: Parts) -> dict:
 
 def float32_products(mixed_precision: str, platform: str) -> str:
     """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits, or ""."""
-    if (
-        mixed_precision != "fp32"
-        or platform == "cpu"
-        or jax.config.jax_default_matmul_precision
-    ):
+    is_exact = platform == "cpu" or jax.config.jax_default_matmul_precision
+    if mixed_precision != "fp32" or is_exact:
         return ""
     return (
         "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"

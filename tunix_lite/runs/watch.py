@@ -29,7 +29,7 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.planning.flops import Throughput
 from tunix_lite.planning.hardware import of_device
-from tunix_lite.planning.report import Plans
+from tunix_lite.planning.plans import Plans
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.held_out_loss import held_out_loss
 from tunix_lite.runs.learner import Learner

@@ -1,11 +1,11 @@
 """A row of data as text and as tokens, and which special tokens in it are only text."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from string import Formatter
 
+from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import shortened
 from tunix_lite.models.chat_template import REASONING
 from tunix_lite.models.tokenizer import Tokenizer, as_data
@@ -138,7 +138,7 @@ class PromptText:
 
     def prompt(self, example: dict) -> list[int]:
         """The tokens of the prompt. Raises ValueError, with the place, if there are none."""
-        with self._naming(example):
+        with error_context(place_of(example), ValueError):
             messages = self._asked(example)
             # a model without a chat template takes plain text
             first = messages[0]
@@ -162,7 +162,7 @@ class PromptText:
         tokenizer = self.tokenizer
         tokens: list[int] = []
         learned: list[bool] = []
-        with self._naming(example):
+        with error_context(place_of(example), ValueError):
             history = self._asked(example)
             variables = self.variables_of(example)
             num_answered = len(history)
@@ -181,7 +181,7 @@ class PromptText:
 
     def conversation(self, example: dict, answers: list[Message]) -> list[int]:
         """The tokens of a whole conversation, with its answers. ValueError names the place."""
-        with self._naming(example):
+        with error_context(place_of(example), ValueError):
             messages = [*self._asked(example), *map(self._written, answers)]
             return self.tokenizer.conversation(messages, **self.variables_of(example))
 
@@ -223,13 +223,6 @@ class PromptText:
         """File, line and a colon, of an example that comes from a file; else nothing."""
         place = place_of(example)
         return f"{place}: " if place else ""
-
-    @contextlib.contextmanager
-    def _naming(self, example: dict) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{self.place(example)}{error}") from error
 
     def _asked(self, example: dict) -> list[dict]:
         """The messages of which the tokenizer makes a prompt."""

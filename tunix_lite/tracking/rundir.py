@@ -206,11 +206,11 @@ class Status:
     """status.json: how far the run is, its first and last held-out accuracy, and how it ended. It
     is written with each evaluation and each checkpoint."""
 
-    def __init__(self, run_dir: RunDir, about: dict | None = None):
-        """Reads the status.json of an earlier part of the run, if there is one. about: what does
-        not change during the run, such as seed, mesh and versions."""
+    def __init__(self, run_dir: RunDir):
+        """Reads the status.json of an earlier part of the run, if there is one."""
         self._run_dir = run_dir
-        self.about = about or {}
+        # what does not change during the run, such as seed, mesh and versions
+        self.about: dict = {}
         self._began = time.perf_counter()
         # updates done, and whether the loop has begun
         self.steps = 0
