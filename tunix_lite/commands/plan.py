@@ -95,18 +95,18 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
-    found = make_plans(run, settings, sys.argv[1:])
-    plans = sorted((_with_forecast(plan, lengths) for plan in found.plans), key=_RANK)
-    found = replace(found, plans=tuple(plans))
-    found.write(folder)
-    lines = [*found.short_form(), ""]
+    made = make_plans(run, settings, sys.argv[1:])
+    plans = sorted((_with_forecast(plan, lengths) for plan in made.plans), key=_RANK)
+    made = replace(made, plans=tuple(plans))
+    made.write(folder)
+    lines = [*made.short_form(), ""]
     if settings.verify is not None:
         lines += [*verified(plans[0], settings.verify), ""]
     print("\n".join([*lines, f"written to {folder}/plan.json"]))
     best = plans[0]
     if best.fits is False:
         # The last line is then the command that fits.
-        if found.command is not None:
+        if made.command is not None:
             sys.exit(program.EXIT_FAILED)
         raise RunFailed(
             f"nothing fits {best.machine.name}: the least is {gib(best.peak_bytes)} of "

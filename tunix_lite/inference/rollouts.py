@@ -1,9 +1,6 @@
 """A loaded model as what samples the completions of a task, as a run does."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +29,8 @@ def generate_of(
     for the mesh of the model. counts: (prompts, completions of each) of the largest calls to come.
     """
 
-    def made(make: Callable, slots: int, weights: str) -> Any:
-        return make(
+    def arguments(slots: int, weights: str) -> tuple:
+        return (
             model.cfg,
             generation,
             model.tokenizer.eos_ids,
@@ -56,7 +53,10 @@ def generate_of(
         how = (model.cfg, model.dtype, generation, rollout, slots, counts)
         memory = SamplingMemory.here(*how)
         if rollout.num_slots == "auto":
-            slots, _ = choose_slots(memory, model.params, partial(made, make_sampler, slots))
+            most = slots
+            slots, _ = choose_slots(
+                memory, model.params, lambda weights: make_sampler(*arguments(most, weights))
+            )
             memory = replace(memory, num_slots=slots)
         weights, _ = choose_weights(model.params, memory)
-        return made(make_generate, slots, weights)
+        return make_generate(*arguments(slots, weights))

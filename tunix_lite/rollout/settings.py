@@ -132,7 +132,9 @@ class RolloutConfig:
     def __post_init__(self):
         check_choices(self, CHOICES)
         rule = "must be at least 1, auto, or null to derive it"
-        check_numbers(self, "num_slots", lambda x: x == "auto" or _is_count(x), rule)
+        check_numbers(
+            self, "num_slots", lambda x: x == "auto" or (type(x) is int and x >= 1), rule
+        )
         check_numbers(self, "chunk", lambda x: x >= 1, "must be at least 1")
         check_numbers(self, "max_staleness", lambda x: x >= 0, "must not be negative")
         if self.num_slots == "auto" and self.overlap != "none":
@@ -172,10 +174,6 @@ class RolloutConfig:
         """Slots for so many sequences: up to _MAX_SLOTS, rounded up to a multiple of fsdp. With
         auto these are the most that may be chosen."""
         return round_up_to_shards(self.fixed_slots or min(_MAX_SLOTS, num_sequences), fsdp)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:
