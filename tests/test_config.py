@@ -330,7 +330,7 @@ ADDRESSED = [
     ("commands.generate", "-cd gs://bucket/conf prompt=Hi", "--config-dir=gs://bucket/conf"),
     ("commands.train", "resume=gs://bucket", "resume: gs://bucket"),
     ("commands.train", "model.weights=file:///models/gemma", "model.weights: file:///models/gemma"),
-    ("commands.train", "model.lora.adapter=hf://some/adapter", "model.lora: hf://some/adapter"),
+    ("commands.train", "model.lora.adapter=hf://some/adapter", "model.lora: adapter: hf://some/adapter"),
     ("commands.generate", "out=az://bucket/file prompt=Hi", "out: az://bucket/file"),
     ("commands.export", "checkpoint=outputs/latest out=https://host/model", "out: https://host/model"),
 ]

@@ -318,7 +318,7 @@ def test_prompts_are_taken_as_they_stand(model, tmp_path, monkeypatch):
         generate_command.read_prompts(lines, 5)
     for text, says in ((b'{"prompt": "1"}\n\xff', "line 2: not UTF-8"), (b"[" * 100_000, "line 1: nested too deep")):
         lines.write_bytes(text)
-        with pytest.raises(ConfigError, match=f"prompts=.*asked.jsonl, {says}"):
+        with pytest.raises(ConfigError, match=f"prompts: .*asked.jsonl, {says}"):
             generate_command.read_prompts(lines, 5)
 
 

@@ -504,7 +504,7 @@ def test_ctrl_c_alone_has_an_exit_code_of_its_own(reason, code, tmp_path, monkey
     monkeypatch.setattr(train_command, "join", lambda run: None)
     stopped = contextlib.nullcontext() if code == 0 else pytest.raises(SystemExit, match="130")
     with stopped:
-        train_command.start(compose(SHORT), tmp_path)
+        train_command.start(compose(SHORT), tmp_path, None)
 
 
 SECRETS = ["generation.stop=['${oc.env:MY_TOKEN}','http://me:my-password@judge/v1']"]

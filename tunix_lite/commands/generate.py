@@ -198,17 +198,17 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
     its line, or `most`. Lines are {"prompt": "..."} or {"messages": [...]} of .jsonl, else prompts.
     Raises ConfigError with the line that is wrong."""
     if not file.is_file():
-        raise ConfigError(f"prompts={file} is not a file")
+        raise ConfigError(f"prompts: {file} is not a file")
     with error_context("prompts"):
         lines = list(lines_of(file))
     if not lines:
-        raise ConfigError(f"prompts={file} holds no prompt")
+        raise ConfigError(f"prompts: {file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
     prompts: list[Prompt] = []
     limits = []
     for number, line in lines:
-        where = f"prompts={file}, line {number}"
+        where = f"prompts: {file}, line {number}"
         with error_context(where):
             row = parse_json(line, DEEPEST)
         # a line that is only a text is a prompt, too

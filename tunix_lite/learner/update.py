@@ -106,7 +106,8 @@ class TrainStep:
         grad_shardings: Any,
     ) -> Sums:
         """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
-        as loss_weight is normalised. number: of the update, which dropout depends on."""
+        as loss_weight is normalised. number: of the update, which dropout depends on.
+        grad_shardings: where each gradient lies; None: where XLA likes."""
         if self.lora and self.lora.dropout:
             batch = self.with_dropout(batch, number)
         if self.router_loss is not None:
@@ -119,7 +120,8 @@ class TrainStep:
         total = {}
         if in_place:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
+            if grad_shardings is not None:
+                zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
             total = jax.tree.map(jax.new_ref, zeros)
 
         def gradient(rows: RowBatch) -> Sums:
