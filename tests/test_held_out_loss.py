@@ -242,6 +242,8 @@ def test_the_best_is_the_first_of_equals_and_no_number_is_never_one():
     assert (best.step, best.values[3], best.since) == (3, 1.5, 2)
     assert not best.ended_by(None) and not best.ended_by(3) and "1.5 at step 3" in best.ended_by(2)
     assert "nothing was better in 1 measurement after it" in replace(best, since=1).ended_by(1)
+    # measured once more, as after a start from its checkpoint, the best is no new one
+    assert not best.take(3, 1.5) and best.since == 3
     highest = Best("eval/accuracy", is_lower_better=False)
     assert [highest.take(step, x) for step, x in enumerate((-1.0, -2.0, 0.0))] == [True, False, True]
 

@@ -48,10 +48,12 @@ class Best:
 
     def take(self, step: int, value: float) -> bool:
         """Takes the value of a step. Returns whether it is a new best, which is a finite one."""
+        is_first = step not in self.values
         if math.isfinite(value):
             self.values[step] = value
-        self.since = 0 if self.step == step else self.since + 1
-        return self.since == 0
+        is_new = is_first and self.step == step
+        self.since = 0 if is_new else self.since + 1
+        return is_new
 
     def first(self, count: int, steps: Iterable[int] | None = None) -> list[int]:
         """At most `count` of these steps, or of all: the best first, and of equals the earlier."""
