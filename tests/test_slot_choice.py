@@ -84,9 +84,10 @@ def test_the_clock_times_decoding_itself(cfg):
     assert why.startswith("the fastest; tokens/s of decoding")
 
 
-def test_overlap_needs_a_number():
-    with pytest.raises(ValueError, match="num_slots=auto goes with overlap=none; with overlap=carry write a number"):
-        RolloutConfig("auto", overlap="carry")
+def test_overlap_and_devices_that_only_sample_need_a_number():
+    for other in ({"overlap": "carry"}, {"mesh_shape": [[1, 1], ["fsdp", "tp"]]}):
+        with pytest.raises(ValueError, match="num_slots=auto is for overlap=none without rollout.mesh_shape"):
+            RolloutConfig("auto", **other)
     for wrong in ("many", 0, True, 1.5):
         with pytest.raises(ValueError, match="num_slots=.* must be at least 1, auto, or null"):
             RolloutConfig(wrong)

@@ -137,9 +137,9 @@ class RolloutConfig:
         )
         check_numbers(self, "chunk", lambda x: x >= 1, "must be at least 1")
         check_numbers(self, "max_staleness", lambda x: x >= 0, "must not be negative")
-        if self.num_slots == "auto" and self.overlap != "none":
+        if self.num_slots == "auto" and (self.overlap != "none" or self.mesh_shape):
             raise ValueError(
-                f"num_slots=auto goes with overlap=none; with overlap={self.overlap} write a number"
+                "num_slots=auto is for overlap=none without rollout.mesh_shape; write a number"
             )
         if self.mesh_shape is None:
             return
