@@ -116,7 +116,8 @@ class TrainStep:
         # Where it can be, each gradient is added to its sum as it arises: otherwise both would be
         # there at once. bfloat16 is not summed in its own type, and `sync_every` sums by shard.
         types = [x.dtype for x in jax.tree.leaves(params)]
-        in_place = batch.max_micro_batches > 1 == self.sync_every and jnp.bfloat16 not in types
+        is_one_sum = batch.max_micro_batches > 1 and self.sync_every == 1
+        in_place = is_one_sum and jnp.bfloat16 not in types
         total = {}
         if in_place:
             zeros = jax.tree.map(jnp.zeros_like, params)

@@ -139,7 +139,7 @@ class Tokenizer:
             backend=backend,
             template=None,
             special=special,
-            # with_template finds them
+            # `with_template` below reads them from the folder
             eos_ids=(),
             pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
             start_ids=tuple(encoded.ids[:num_before]),
