@@ -28,6 +28,17 @@ import numpy as np
 
 from tunix_lite.basics.types import Batch
 
+# fields of a RowBatch that say where its tokens stand
+PLACES = (
+    "segment_ids",
+    "positions",
+    "completion_ids",
+    "scored",
+    "previous",
+    "is_scored",
+    "num_micro_batches",
+)
+
 
 @dataclass(frozen=True)
 class RowShape:
@@ -92,6 +103,12 @@ class Packed:
     # micro-batches that hold anything; None where the rows are the sequences: all do
     num_micro_batches: np.int32 | None
     row_shape: RowShape  # one of RowShape.prefixes
+
+    @property
+    def places(self) -> dict[str, np.ndarray | np.int32 | int | None]:
+        """The fields of a RowBatch that say where its tokens stand."""
+        columns = {name: getattr(self, name) for name in PLACES}
+        return columns | self.row_shape.lanes
 
     def place(self, x_BT: np.ndarray) -> np.ndarray:
         """[B, T] or [B, T, K] -> [R, W] or [R, W, K], 0 where nothing stands. A shared prompt

@@ -15,16 +15,6 @@ from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
-# fields of a RowBatch that say where its tokens stand
-PLACES = (
-    "segment_ids",
-    "positions",
-    "completion_ids",
-    "scored",
-    "previous",
-    "is_scored",
-    "num_micro_batches",
-)
 
 
 @dataclass(frozen=True)
@@ -67,9 +57,7 @@ class RowLayout:
             sizes = self.rows_per_micro_batch, self.num_micro_batches, axis_size("fsdp")
             packed = packing.packed(batch, self.shape, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
-        places = {name: getattr(packed, name) for name in PLACES}
-        lanes = packed.row_shape.lanes
-        rows = RowBatch(**values | places | lanes, max_micro_batches=self.num_micro_batches)
+        rows = RowBatch(**values | packed.places, max_micro_batches=self.num_micro_batches)
         return jax.tree.map(on_mesh, rows), packed
 
 
