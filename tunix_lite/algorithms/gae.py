@@ -51,4 +51,6 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     """The share of the variance of returns that the values foresee: 1 - var(R - V) / var(R). 1 is
     perfect, 0 is no better than a constant, below 0 is worse; 0 where all returns are equal."""
     variance = returns.var()
-    return float(1 - (returns - values).var() / variance) if variance > 0 else 0.0
+    if variance > 0:
+        return float(1 - (returns - values).var() / variance)
+    return 0.0

@@ -192,7 +192,9 @@ def sample_groups(
     metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
     groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    return groups if rollout.conversations is None else groups.of_conversations(task)
+    if rollout.conversations is None:
+        return groups
+    return groups.of_conversations(task)
 
 
 def scored_in_parts(
@@ -324,7 +326,9 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
     def chosen(*values: np.ndarray | list) -> np.ndarray | list:
         if isinstance(values[0], list):
             together = list(itertools.chain(*values))
-            return [together[row] for row in rows] if together else []
+            if not together:
+                return []
+            return [together[row] for row in rows]
         return np.concatenate(values)[rows]
 
     # these are of the batch, and not of a completion

@@ -55,7 +55,9 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     # The lower of the two is a pessimist: a step that goes too far gains nothing, and one that must
     # come back still has its gradient.
     gain = Gain(jnp.minimum(plain_RW, bounded_RW), plain_RW > bounded_RW)
-    return gain if dual is None else gain.at_least(dual * advantages_RW, advantages_RW < 0)
+    if dual is None:
+        return gain
+    return gain.at_least(dual * advantages_RW, advantages_RW < 0)
 
 
 def cispo(terms: TokenTerms, bounds: Bounds) -> Gain:

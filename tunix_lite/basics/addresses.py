@@ -55,7 +55,9 @@ def address_of(path: Path) -> str | None:
     if not path.absolute().is_relative_to(copies()):
         return None
     scheme, *parts = path.absolute().relative_to(copies()).parts or ("",)
-    return f"{scheme}://{'/'.join(parts)}" if scheme in STORES and len(parts) > 1 else None
+    if scheme in STORES and len(parts) > 1:
+        return f"{scheme}://{'/'.join(parts)}"
+    return None
 
 
 def shown_place(path: Path) -> str:

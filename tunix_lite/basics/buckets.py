@@ -65,8 +65,9 @@ def explained(place: Path, kind: type[Exception] = ValueError) -> Iterator[None]
         if not isinstance(error, ValueError):
             why = f"{type(error).__name__}: {reason_of(error)}"
             text = f"{address_of(place)} cannot be reached ({why})"
-        details = (text,) if kind is ValueError else (errno.EREMOTEIO, text, str(place))
-        raise kind(*details) from error
+        if kind is ValueError:
+            raise ValueError(text) from error
+        raise kind(errno.EREMOTEIO, text, str(place)) from error
 
 
 def bring(
@@ -102,8 +103,10 @@ def bring(
 
         # The place is newer if its last owner had the lease last, and all that the bucket had.
         leases = [name for name in there if name.startswith(f"{LEASE}/")]
-        lease = json.loads(fs.cat_file(f"{root}/{max(leases)}")) if leases else {}
-        is_newer = lease.get("has_all") and lease.get("owner") == lock_owner(place)
+        is_newer = False
+        if leases:
+            lease = json.loads(fs.cat_file(f"{root}/{max(leases)}"))
+            is_newer = lease.get("has_all") and lease.get("owner") == lock_owner(place)
 
         # Checkpoints come if they are whole.
         steps = {match[0] for match in map(STEP.match, there) if match}
@@ -122,9 +125,13 @@ def bring(
 
         # Files are compared by what the store and this disk say of them.
         def now(name: str) -> list:
-            tags = (there[name].get(key) for key in ("ETag", "generation", "mtime", "size"))
-            stat = (place / name).stat() if (place / name).is_file() else None
-            return [[str(tag) for tag in tags], stat and [stat.st_size, stat.st_mtime_ns]]
+            info = there[name]
+            tags = [str(info.get(key)) for key in ("ETag", "generation", "mtime", "size")]
+            path = place / name
+            if not path.is_file():
+                return [tags, None]
+            stat = path.stat()
+            return [tags, [stat.st_size, stat.st_mtime_ns]]
 
         file.seek(0)
         known = {}
@@ -136,16 +143,20 @@ def bring(
         if is_mine or RUN in there:
             files = (path.relative_to(place).as_posix() for path in place.rglob("*"))
             local = [name for name in files if not _OWN.fullmatch(name)]
-        for name in () if is_newer else [name for name in local if name not in there]:
+        for name in local:
+            if is_newer or name in there:
+                continue
             if (place / name).is_file():
                 (place / name).unlink()
             elif STEP.fullmatch(f"{name}/") and f"{name}/" not in whole:
                 shutil.rmtree(place / name, ignore_errors=True)
-        stays = [
-            n for n in there if (is_newer and (place / n).is_file()) or known.get(n) == now(n)
-        ]
-        matching = [n for n in there if any(fnmatch.fnmatch(n, p) for p in only)]
-        wanted = sorted({*matching}.difference(stays))
+        stays = []
+        for name in there:
+            is_ours = is_newer and (place / name).is_file()
+            if is_ours or known.get(name) == now(name):
+                stays.append(name)
+        matching = {name for pattern in only for name in fnmatch.filter(there, pattern)}
+        wanted = sorted(matching.difference(stays))
         size = sum(there[name]["size"] for name in wanted)
         if size > (free := shutil.disk_usage(place.parent).free):
             needs = (
@@ -175,11 +186,15 @@ def send(place: Path, since: float = 0.0, half: Path | None = None) -> None:
     with explained(place):
         fs, root = store_of(place)
         here = half or place
-        files = [here] if here.is_file() else sorted(here.rglob("*"))
-        files = [file for file in files if file.is_file() and file.stat().st_mtime >= since]
-        names = [f"{root}/{file.relative_to(here).as_posix()}" for file in files]
-        if files:
-            fs.put([str(file) for file in files], [name.removesuffix("/.") for name in names])
+        sources = []
+        targets = []
+        for file in [here] if here.is_file() else sorted(here.rglob("*")):
+            if file.is_file() and file.stat().st_mtime >= since:
+                sources.append(str(file))
+                name = f"{root}/{file.relative_to(here).as_posix()}"
+                targets.append(name.removesuffix("/."))
+        if sources:
+            fs.put(sources, targets)
 
 
 # brings each address once in a process

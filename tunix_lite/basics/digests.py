@@ -19,7 +19,7 @@ MOST_THREADS = 8
 MOST_BYTES = 2**28
 
 
-def write_digests(folder: Path, but: Collection[str] = ()) -> None:
+def write_digests(folder: Path, but: Collection[str]) -> None:
     """Writes digests.json: size and digest of all files but these. Raises OSError."""
     paths = [
         file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()

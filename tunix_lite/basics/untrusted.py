@@ -180,7 +180,7 @@ def as_path(name: str | Path) -> Path:
     return path
 
 
-def check_settings(values: object, file: Path, where: str = "") -> None:
+def check_settings(values: object, file: Path, where: str) -> None:
     """Raises ValueError if settings from a folder hold a `_target_`, or control characters. where:
     their dotted name."""
     # Walk down without recursion: a file may be nested deeply.
@@ -191,12 +191,10 @@ def check_settings(values: object, file: Path, where: str = "") -> None:
             for key, item in value.items():
                 if key == TARGET:
                     raise ValueError(
-                        f"{file}: {f'{place}.' if place else ''}{TARGET}: a folder is data, and "
-                        "names nothing to call; "
+                        f"{file}: {place}.{TARGET}: a folder is data, and names nothing to call; "
                         f"remove this key. {TARGET} is for the command line and for conf/"
                     )
-                part = escaped(str(key))
-                left.append((f"{place}.{part}" if place else part, item))
+                left.append((f"{place}.{escaped(str(key))}", item))
         elif isinstance(value, list):
             left += [(f"{place}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, str) and not value.isprintable():

@@ -84,7 +84,9 @@ def _topic(argv: list[str]) -> str | None:
         if flag in ("--help", "-h"):
             # the topic may be the next word, or stand behind a sign
             after = argv[i + 1] if i + 1 < len(argv) else ""
-            return about or ("" if "=" in after or after.startswith("-") else after)
+            if about or "=" in after or after.startswith("-"):
+                return about
+            return after
     return None
 
 
@@ -119,10 +121,12 @@ def help_on(about: str, argv: Iterable[str] = ()) -> str:
         lines.append(f"{name}= is one of {', '.join(options[name])}")
         # A recipe changes settings of other groups, and has none of its own.
         if name != "experiment":
-            given = [
-                word.removeprefix(f"{name}=") for word in argv if word.startswith(f"{name}=")
-            ]
-            chosen = given[-1] if given and given[-1] in options[name] else defaults[name]
+            chosen = defaults[name]
+            for word in argv:
+                if word.startswith(f"{name}="):
+                    chosen = word.removeprefix(f"{name}=")
+            if chosen not in options[name]:
+                chosen = defaults[name]
             files = [folder / name / f"{chosen}.yaml" for folder in folders]
             text = "".join(_with_parts(next(file for file in files if file.is_file())))
             lines.append(f"{name}:\n{textwrap.indent(text, '  ')}")

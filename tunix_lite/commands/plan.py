@@ -183,8 +183,11 @@ def verified(plan: Plan, folder: str) -> list[str]:
     rows = [("", "predicted", "measured", "off by")]
     for name, (value, took) in both.items():
         # nan: the run has no such number, or no step after the first two
-        off = f"{value / took - 1:+.0%}" if took > 0 else "-"
-        rows.append((name, f"{value:.3g}", f"{took:.3g}" if took > 0 else "-", off))
+        measured = off = "-"
+        if took > 0:
+            measured = f"{took:.3g}"
+            off = f"{value / took - 1:+.0%}"
+        rows.append((name, f"{value:.3g}", measured, off))
     return columns(rows)
 
 

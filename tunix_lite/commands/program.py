@@ -96,9 +96,13 @@ def main(
         parser.add_argument("--package", "-p")
         parser.add_argument("overrides", nargs="*")
         known, others = parser.parse_known_intermixed_args(sys.argv[1:])
-        # Other flags of Hydra only show something; with --cfg the overrides must be right.
-        given = [] if others else [known.overrides]
-        for overrides in runs_of_sweep(known.overrides) if given and known.multirun else given:
+        runs = [known.overrides]
+        if others:
+            # Other flags of Hydra only show something; with --cfg the overrides must be right.
+            runs = []
+        elif known.multirun:
+            runs = runs_of_sweep(known.overrides)
+        for overrides in runs:
             try:
                 values = compose_values(
                     overrides, known.config_dir, config_name=known.config_name
@@ -136,7 +140,9 @@ def main(
         same = [one for one in checked if one[0] == values]
 
         def start() -> object:
-            _, run, found = same[0] if same else (None, build(RunConfig, values), None)
+            if not same:
+                return task(build(RunConfig, values), folder, None)
+            _, run, found = same[0]
             return task(run, folder, found)
 
         return _or_exit(start, folder)
@@ -168,16 +174,20 @@ def run_command(
     parser.add_argument("overrides", nargs="*")
     known = parser.parse_intermixed_args()
     if known.help:
-        place = f" [{positional.upper()}{' ...' if is_list else ''}]" if positional else ""
+        place = ""
+        if positional:
+            more = " ..." if is_list else ""
+            place = f" [{positional.upper()}{more}]"
         with as_long_as_read():
             flags = "[key=value ...] [--cfg job] [--config-dir DIR]"
             print(f"usage: tunix-lite {name}{place} {flags}\n")
             print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
         return
-    # A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
-    first = known.overrides if is_list else known.overrides[:1]
-    folders = [word for word in first if "=" not in word or os.path.isdir(word)]
-    folders = folders if positional else []
+    folders = []
+    if positional:
+        # A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
+        first = known.overrides if is_list else known.overrides[:1]
+        folders = [word for word in first if "=" not in word or os.path.isdir(word)]
     overrides = expand_short_forms([word for word in known.overrides if word not in folders])
 
     def act() -> None:

@@ -98,8 +98,9 @@ def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
     if name == "launch.process_id":
         return {}
     # Hosts may have the same folder at different paths.
-    is_path = isinstance(value, str) and value.startswith(("/", "~"))
-    return {name: Path(value).name if is_path else str(value)}
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        value = Path(value).name
+    return {name: str(value)}
 
 
 def digests_of_code(settings: object) -> dict[str, str]:
@@ -165,11 +166,13 @@ def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str 
         # Counter keeps the order of processes, and most_common takes the first of equals.
         counts = Counter(have.values())
         usual = counts.most_common(1)[0][0]
-        for value in [value for value in counts if value != usual]:
+        for value in counts:
+            if value == usual:
+                continue
             odd = [reports[p][0] for p, own in have.items() if own == value]
+            has = "has" if len(odd) == 1 else "have"
             differences.append(
-                f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
-                f"the others {usual}"
+                f"{enumerate_names(odd)} {has} {key}={value}, the others {usual}"
             )
     if len(differences) > _SHOWN:
         differences = [*differences[:_SHOWN], f"and {len(differences) - _SHOWN} more"]
@@ -180,7 +183,9 @@ def enumerate_names(names: list[str]) -> str:
     """A list of names as text, at most _SHOWN of them: `process 1, process 2 and 7 more`."""
     if len(names) > _SHOWN:
         names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN + 1} more"]
-    return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:

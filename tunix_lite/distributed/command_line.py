@@ -19,7 +19,9 @@ PACKAGE = Path(__file__).parents[1]
 def conf_dir() -> Path:
     """The folder conf/ of this checkout, or the copy of it in an installed package."""
     checkout = PACKAGE.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
+    if (checkout / "config.yaml").is_file():
+        return checkout
+    return PACKAGE / "conf"
 
 
 def _setting_given(key: str, words: list[str]) -> str | None:

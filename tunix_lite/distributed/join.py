@@ -173,7 +173,9 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
     # Of several on a machine each uses one, unless this shows it a single one.
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     is_chosen = visible != "" and "," not in visible
-    return [place.local_id] if place.num_local > 1 and not is_chosen else None
+    if place.num_local > 1 and not is_chosen:
+        return [place.local_id]
+    return None
 
 
 def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
@@ -222,7 +224,9 @@ def is_first() -> bool:
 
 def hosts() -> list[str]:
     """The machine name of each process of this run, in the order of process ids."""
-    return [socket.gethostname()] if _joined is None else _joined[1].hosts
+    if _joined is None:
+        return [socket.gethostname()]
+    return _joined[1].hosts
 
 
 def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
@@ -242,7 +246,7 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
 # ---- during the run
 
 
-def heartbeat(doing: str = "") -> None:
+def heartbeat(doing: str) -> None:
     """Tells a launcher that this process is alive, and what it does: "step 3"."""
     if file := os.environ.get(HEARTBEAT):
         # A full disk must not end a run here.

@@ -253,7 +253,9 @@ def _supervise(
             _say(f"restart {restarts + 1} of {most}, from the newest checkpoint")
     if failure is None:
         # All have stopped by themselves. As of a run without a launcher: commands/train.py.
-        return _INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
+        if signals[-1:] == [signal.SIGINT]:
+            return _INTERRUPTED
+        return 0
     unused = {".hydra", LOCK, logs.name}
     has_begun = {path.name for path in logs.parent.iterdir()} - unused
     if failure.code == _WRONG_SETTINGS and not has_begun:
@@ -300,7 +302,8 @@ class _Attempt:
             failed = self._failed()
             if not failed and (stalled := self._stalled()):
                 break
-            if failed and not (sent or all(process.is_victim() for process in failed)):
+            are_victims = all(process.is_victim() for process in failed)
+            if failed and not sent and not are_victims:
                 break
             # While all that failed only report a lost peer, that one is probably about to end here.
             if failed and until == math.inf:
@@ -311,8 +314,12 @@ class _Attempt:
         sent = sent or next(iter(self._signals), 0)
         # A process that the signal ended at once takes others with it: they lost a peer.
         failed = self._failed()
-        early = [process for process in failed if sent and process.returncode in _BY_SIGNAL]
-        guilty = [p for p in failed if p not in early and not (early and p.is_victim())]
+        early = []
+        if sent:
+            early = [process for process in failed if process.returncode in _BY_SIGNAL]
+        guilty = [process for process in failed if process not in early]
+        if early:
+            guilty = [process for process in guilty if not process.is_victim()]
         failure = stalled or _blamed(guilty)
         began = time.monotonic()
         is_stopped = sent and stalled is None
@@ -365,14 +372,21 @@ class _Attempt:
         seconds = [s for s in silent.values() if s is not None]
         if limit == 0 or not seconds or min(seconds) < limit:
             return None
-        culprit = max(silent, key=lambda p: math.inf if silent[p] is None else silent[p])
-        lasted = silent[culprit]
-        since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
-        signs = "; ".join(
-            f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}"
-            for p, s in silent.items()
+        without = [process for process in running if silent[process] is None]
+        if without:
+            culprit = without[0]
+            since = "before its first step"
+        else:
+            culprit = max(running, key=silent.get)
+            since = f"for {silent[culprit]:.0f} s"
+        signs = []
+        for process, lasted in silent.items():
+            when = "none" if lasted is None else f"{lasted:.0f} s ago"
+            signs.append(f"{process} {when}{process.doing()}")
+        text = (
+            f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: "
+            f"{'; '.join(signs)}"
         )
-        text = f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
         return _Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
 
 

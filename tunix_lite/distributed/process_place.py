@@ -79,7 +79,9 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace
         or _of_jax(environ)
         or ProcessPlace()
     )
-    return ProcessPlace(source=place.source) if place.is_alone else place
+    if place.is_alone:
+        return ProcessPlace(source=place.source)
+    return place
 
 
 def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
@@ -89,11 +91,9 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
         return ProcessPlace(source="launch.coordinator=auto", asks_jax=True)
     given = {f"launch.{name}": getattr(launch, name) for name in IDS}
     if all(value is None for value in given.values()) or launch.num_processes == 1:
-        return (
-            None
-            if launch.num_processes is None
-            else ProcessPlace(source="launch.num_processes")
-        )
+        if launch.num_processes is None:
+            return None
+        return ProcessPlace(source="launch.num_processes")
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(

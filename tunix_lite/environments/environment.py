@@ -97,7 +97,9 @@ def call_reset(environment: Environment, example: dict) -> str | list[dict] | No
     # gymnasium: observation and info
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]
-    return None if value is None else _read_observation(value, "reset")
+    if value is None:
+        return None
+    return _read_observation(value, "reset")
 
 
 def read_turn(value: object) -> Turn:
@@ -188,4 +190,6 @@ def _checked_text(text: str, where: str) -> str:
 
 def _plain(value: object) -> Any:
     """A number of numpy, which environments of gymnasium often have, as one of Python."""
-    return value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
+    if hasattr(value, "item") and not hasattr(value, "__len__"):
+        return value.item()
+    return value

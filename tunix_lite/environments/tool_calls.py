@@ -48,7 +48,10 @@ class ToolCall:
 def calls_in(completion: str) -> list[ToolCall]:
     """All calls of a completion, in their order; [] if it has none."""
     if bodies := HERMES.findall(completion):
-        return [call for text in bodies for call in _of_json(text, is_call=True)]
+        calls = []
+        for text in bodies:
+            calls += _of_json(text, is_call=True)
+        return calls
     if named := _FUNCTION.findall(completion):
         return [_with_arguments(name, text) for name, text in named]
     if bodies := GEMMA4.findall(completion):
@@ -57,8 +60,10 @@ def calls_in(completion: str) -> list[ToolCall]:
     calls = []
     for kind, body in _FENCE.findall(text):
         # a block of JSON or Python may be part of an answer
-        in_json = _of_json(body, is_call=kind == "tool_call")
-        calls += in_json or (_of_python(body) if kind == "tool_code" else [])
+        of_block = _of_json(body, is_call=kind == "tool_call")
+        if kind == "tool_code" and not of_block:
+            of_block = _of_python(body)
+        calls += of_block
     if calls:
         return calls
     is_tagged = text.startswith(PYTHON_TAG)
@@ -80,7 +85,9 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     is_call: whether what cannot be read is a call with a mistake; else it is no call."""
 
     def mistake(problem: str) -> list[ToolCall]:
-        return [ToolCall("", problem=problem)] if is_call else []
+        if is_call:
+            return [ToolCall("", problem=problem)]
+        return []
 
     text = text.strip()
     if len(text) > _LONGEST or text[:1] not in ("{", "["):
@@ -143,11 +150,11 @@ def _of_python(text: str) -> list[ToolCall]:
         statements = ast.parse(text.strip()[:_LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
-    values = [getattr(statement, "value", None) for statement in statements]
-    listed = [
-        value.elts if isinstance(value, ast.List | ast.Tuple) else [value] for value in values
-    ]
-    return [_of_node(node) for nodes in listed for node in nodes]
+    nodes = []
+    for statement in statements:
+        value = getattr(statement, "value", None)
+        nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    return [_of_node(node) for node in nodes]
 
 
 def _of_node(node: ast.AST | None) -> ToolCall:

@@ -67,7 +67,9 @@ class ToolEnvironment:
     @property
     def template_variables(self) -> dict[str, Any]:
         """Returns the variables of the chat template beside the messages."""
-        return {"tools": self.schemas} if self.role == "tool" else {}
+        if self.role == "tool":
+            return {"tools": self.schemas}
+        return {}
 
     def reset(self, example: dict) -> None:
         """Begins a conversation about an example."""

@@ -390,7 +390,9 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
 def _base_name(model: LanguageModel) -> str:
     """The base that vLLM and PEFT load an adapter onto: a name on the hub, or a folder."""
     named = model.source.name
-    return str(model.source.folder or named) if named in ("bundled", "random") else named
+    if named in ("bundled", "random"):
+        return str(model.source.folder or named)
+    return named
 
 
 def _describe(

@@ -44,7 +44,7 @@ class _Tile:
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
-def _tile_of(B: int, S: int, O: int, most_parts: int = 1) -> _Tile:
+def _tile_of(B: int, S: int, O: int, most_parts: int) -> _Tile:
     """The largest tile with enough programs: of (64, 1024, 1152, most_parts=8) _Tile(64, 64, 4)."""
     # Triton wants powers of two.
     rows = max(FEWEST, min(_MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))

@@ -189,4 +189,6 @@ def with_read_arguments(call: object) -> dict:
             "an object, or its JSON text"
         )
     function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    if "function" in call:
+        return {**call, "function": function}
+    return function

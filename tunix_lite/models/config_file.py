@@ -296,7 +296,9 @@ def architecture_differences(one: Architecture, other: Architecture) -> list[str
 
     # Some files hold floats so: 1e-06 is 9.999999974752427e-07 there.
     def as_float32(value: object) -> object:
-        return np.float32(value) if isinstance(value, float) else value
+        if isinstance(value, float):
+            return np.float32(value)
+        return value
 
     values = (
         (f.name, getattr(one, f.name), getattr(other, f.name)) for f in fields(Architecture)

@@ -186,7 +186,9 @@ def copy_to_score(
 
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
         # A copy in any case, as the next update donates the original.
-        return jnp.copy(x) if x.dtype == to else x.astype(to)
+        if x.dtype == to:
+            return jnp.copy(x)
+        return x.astype(to)
 
     # norms stay in float32, as in training
     dtypes = jax.tree.map(kept_dtype, weights(cfg))
@@ -316,7 +318,9 @@ def _one_layer(
 ) -> Callable[..., tuple[jax.Array, Any, Routed | None]]:
     """`layer` of this kind, which a policy of REMAT computes again in the backward pass."""
     fn = partial(layer, kind, is_local(kind), is_source)
-    return fn if policy is None else jax.checkpoint(fn, policy=policy)
+    if policy is None:
+        return fn
+    return jax.checkpoint(fn, policy=policy)
 
 
 def _scan_layers(
@@ -617,7 +621,9 @@ def logits(
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap * tanh(x / cap); x, if there is no cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    if cap is None:
+        return x
+    return cap * jnp.tanh(x / cap)
 
 
 # ---- one layer
@@ -649,7 +655,9 @@ class Products:
         gated_BTF = gated(activation, project(x_BTD, w["gate"]), project(x_BTD, w["up"]))
         # On a CPU one kernel for this and the products gate, up and down is slower than several.
         one_token = x_BTD.shape[1] == 1
-        return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
+        if one_token or is_rounded(x_BTD.dtype):
+            return gated_BTF
+        return unfused_on_cpu(gated_BTF)
 
     def down(self, hidden_BTF: jax.Array, w: dict[str, Any]) -> jax.Array:
         """Returns the output of the feed-forward for the residual stream, [B, T, D]."""

@@ -150,7 +150,9 @@ def as_number(value: object, key: str, kind: type | UnionType | GenericAlias) ->
     of such. Raises ValueError, naming the key."""
     if parts := get_args(kind):
         if get_origin(kind) is not tuple:
-            return None if value is None else as_number(value, key, parts[0])
+            if value is None:
+                return None
+            return as_number(value, key, parts[0])
         if not isinstance(value, list):
             raise ValueError(f"{key}={shown(value)}; it is a list of numbers")
         return tuple(as_number(one, key, parts[0]) for one in value)
@@ -179,7 +181,8 @@ def local_by_list(hf: dict) -> list[str]:
     first_local = count
     if has_windows:
         first_local = as_number(hf.get("max_window_layers", count), "max_window_layers", int)
-    return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
+    by_number = ["global" if i < first_local else "local" for i in range(count)]
+    return _listed(hf) or by_number
 
 
 def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str] | None:
@@ -216,12 +219,14 @@ def every_nth(
     def kinds(hf: dict) -> list[str]:
         if listed != "layer_types" and "local" in (_listed(hf) or []):
             raise ValueError("layer_types: sliding_attention is not supported in this family")
-        key = next((key for key in intervals if hf.get(key) is not None), None)
-        every = n if key is None else as_number(hf[key], key, int)
-        if every < 1:
-            raise ValueError(f"{key}={every}; it is 1 or more")
-        count = hf["num_hidden_layers"]
-        by_interval = [others if i % every else nth for i in range(1, count + 1)]
+        named = [key for key in intervals if hf.get(key) is not None]
+        every = n
+        if named:
+            every = as_number(hf[named[0]], named[0], int)
+            if every < 1:
+                raise ValueError(f"{named[0]}={every}; it is 1 or more")
+        numbers = range(1, hf["num_hidden_layers"] + 1)
+        by_interval = [others if number % every else nth for number in numbers]
         return _listed(hf, types, listed) or by_interval
 
     return kinds
@@ -234,7 +239,9 @@ NTH_GLOBAL = ("sliding_window_pattern", "_sliding_window_pattern")
 def qwen3_moe_keys(hf: dict) -> dict:
     """A config.json of Qwen 3 MoE with the number of experts under the key of the published one:
     transformers writes num_local_experts."""
-    return {"num_experts": hf["num_local_experts"]} | hf if "num_local_experts" in hf else hf
+    if "num_local_experts" in hf:
+        return {"num_experts": hf["num_local_experts"]} | hf
+    return hf
 
 
 def gemma4_keys(hf: dict) -> dict:
@@ -248,7 +255,8 @@ def gemma4_keys(hf: dict) -> dict:
     if hf.get("layer_types") and kinds[-1] == "local":
         raise ValueError("layer_types: the last layer must be full_attention")
     # transformers takes the last one as global.
-    wide = [str(i) for i, kind in enumerate([*kinds[:-1], "global"]) if kind == "global"]
+    kinds = [*kinds[:-1], "global"]
+    wide = [str(i) for i, kind in enumerate(kinds) if kind == "global"]
     types = ("sliding_attention", "full_attention")
     hf = hf | {"layer_types": [types[str(i) in wide] for i in range(len(kinds))]}
     if "per_layer_config" in hf:

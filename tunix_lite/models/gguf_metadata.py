@@ -67,8 +67,12 @@ def small_object(model: Path, name: str) -> dict[str, Any]:
             "tokenizer_config.json": _special_tokens,
             "generation_config.json": _token_ids,
         }
-        return made[name](open_gguf(model)) if name in made else {}
-    return read_object(model / name) if (model / name).is_file() else {}
+        if name in made:
+            return made[name](open_gguf(model))
+        return {}
+    if (model / name).is_file():
+        return read_object(model / name)
+    return {}
 
 
 def _config(file: GgufFile) -> dict[str, Any]:

@@ -150,7 +150,9 @@ def save_gguf_adapter(
     metadata["adapter.lora.alpha"] = float(alpha)
     values = {}
     for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
-        value = rows_of_pairs(tensors[own], cfg.head_dim) if is_turned else tensors[own]
+        value = tensors[own]
+        if is_turned:
+            value = rows_of_pairs(value, cfg.head_dim)
         values[name] = (value.shape, "F32", lambda value=value: value)
     _write(file, family, metadata, values)
 
@@ -164,7 +166,9 @@ def read_gguf_adapter(
     for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
         about = opened.tensors[name]
         value = opened.content(about, slice(0, about.shape[0])).view(np.float32)
-        read[own] = rows_of_halves(value, cfg.head_dim) if is_turned else value
+        if is_turned:
+            value = rows_of_halves(value, cfg.head_dim)
+        read[own] = value
     return read
 
 
@@ -187,16 +191,16 @@ def _config(cfg: Architecture, family: Family) -> dict[str, Any]:
     """The metadata of an architecture."""
     by_key = {key: getattr(cfg, own) for own, key in family.keys.items()}
     by_key |= {"head_dim": cfg.head_dim, "rope_theta": cfg.rope_theta_global}
-    first_global = next(
-        (i for i, kind in enumerate(cfg.kinds) if kind == "global"), cfg.num_layers
-    )
     keys = gguf_metadata.KEYS | gguf_metadata.OPTIONAL_KEYS
     if family.name in gguf_metadata.LAYERS_OF_27B:
         keys |= gguf_metadata.GEMMA_KEYS
         # llama.cpp takes every nth layer as global, and no list
-        by_key["sliding_window_pattern"] = first_global + 1
+        by_key["sliding_window_pattern"] = [*cfg.kinds, "global"].index("global") + 1
         by_key["rope_local_base_freq"] = cfg.rope_theta_local
-    values = {own: kind(by_key[key]) for key, (own, kind) in keys.items() if by_key.get(key)}
+    values = {}
+    for key, (own, kind) in keys.items():
+        if by_key.get(key):
+            values[own] = kind(by_key[key])
     values |= {"attention.value_length": cfg.head_dim, "vocab_size": cfg.vocab_size}
     values |= {"rope.dimension_count": cfg.head_dim}
     if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is None:
@@ -242,23 +246,22 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     # Each row of the embedding needs a token.
     tokens = {i: text for text, i in tokenizer.vocabulary.items()}
     types = {i: NORMAL for i in tokens}
+    for i, text in tokens.items():
+        if not is_of_bytes and re.fullmatch("<0x[0-9A-F]{2}>", text):
+            types[i] = BYTE
+    for i, token in tokenizer.backend.get_added_tokens_decoder().items():
+        types[i] = CONTROL if token.special else USER_DEFINED
     if not is_of_bytes:
-        types |= {
-            i: BYTE for i, text in tokens.items() if re.fullmatch("<0x[0-9A-F]{2}>", text)
-        }
-    added = tokenizer.backend.get_added_tokens_decoder()
-    types |= {i: CONTROL if token.special else USER_DEFINED for i, token in added.items()}
-    if (
-        unknown := tokenizer.vocabulary.get(model["unk_token"])
-    ) is not None and not is_of_bytes:
-        types[unknown] = UNKNOWN
-    if not is_of_bytes:
-        # llama.cpp looks for these in the text, before its spaces are ▁.
-        spelled = (i for i, token_type in types.items() if token_type == USER_DEFINED)
-        tokens |= {i: tokens[i].replace("▁", " ") for i in spelled}
+        unknown = tokenizer.vocabulary.get(model["unk_token"])
+        if unknown is not None:
+            types[unknown] = UNKNOWN
+        for i, token_type in types.items():
+            # llama.cpp looks for these in the text, before its spaces are ▁.
+            if token_type == USER_DEFINED:
+                tokens[i] = tokens[i].replace("▁", " ")
     values["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     values["token_type"] = [types.get(i, UNUSED) for i in range(vocab_size)]
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     values["merges"] = [" ".join(merge) for merge in merges]
     if not is_of_bytes:
         # llama.cpp merges two tokens into that of the highest score first.
@@ -281,7 +284,8 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     named = {"bos": "bos_token", "unknown": "unk_token"}
     for key, name in named.items():
         number = tokenizer.vocabulary.get(tokenizer.special.get(name, ""))
-        ids |= {} if number is None else {key: number}
+        if number is not None:
+            ids[key] = number
     ids["padding"] = tokenizer.pad_id
     if tokenizer.start_ids:
         ids["bos"] = tokenizer.start_ids[0]

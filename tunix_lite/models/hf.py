@@ -113,8 +113,9 @@ class Tensors:
                 f"{folder}: the index says that {escaped(name)} is in {file}, and it is not"
             )
         if family is not None and "mxfp4" in family.quantised:
-            for name in [name for name in self._entries if name.endswith("_blocks")]:
-                self._join(name.removesuffix("_blocks"))
+            for name in [*self._entries]:
+                if name.endswith("_blocks"):
+                    self._join(name.removesuffix("_blocks"))
 
     def _join(self, name: str) -> None:
         """Makes one entry of the blocks and the scales of a tensor, as it is without them."""
@@ -179,7 +180,9 @@ def as_stored(family: Family, tensors: Tensors | GgufTensors) -> Family:
 def open_tensors(model: str | Path, family: Family) -> Tensors | GgufTensors:
     """The tensors of a folder or of a GGUF file. Raises ValueError if their headers are damaged."""
     model = Path(model)
-    return GgufTensors(model, family) if is_gguf(model) else Tensors(model, family)
+    if is_gguf(model):
+        return GgufTensors(model, family)
+    return Tensors(model, family)
 
 
 @dataclass(frozen=True)
@@ -236,11 +239,18 @@ def hf_names(
     # layers/q, or layers/<stack>/q: kinds may name the same weight differently
     *stack, name = path.removeprefix("layers/").split("/")
     of_kind = family.names.get("/".join([*stack, name])) or family.names[name]
-    numbers = enumerate(decoder.stack_of_layers(cfg))
-    names = [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
-    if ".*." not in of_kind:
-        return names
-    return [x.replace("*", str(expert)) for x in names for expert in range(cfg.experts.count)]
+    own_stack = stack[0] if stack else None
+    has_experts = ".*." in of_kind
+    names = []
+    for number, stack_of_layer in enumerate(decoder.stack_of_layers(cfg)):
+        if stack_of_layer != own_stack:
+            continue
+        each = f"model.layers.{number}.{of_kind}"
+        if has_experts:
+            names += [each.replace("*", str(expert)) for expert in range(cfg.experts.count)]
+        else:
+            names.append(each)
+    return names
 
 
 @dataclass(frozen=True)
@@ -269,7 +279,8 @@ class TensorPart:
         """The view [outputs, ...] of a whole tensor that has the rows."""
         if not self.experts:
             return tensor
-        return tensor[self.expert].T if self.by_turns else tensor[self.expert]
+        matrix = tensor[self.expert]
+        return matrix.T if self.by_turns else matrix
 
 
 def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
@@ -281,10 +292,15 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
         if count:
             one = replace(one, shape=one.shape[1:], axes=one.axes[1:])
         for i, name in enumerate(hf_names(path, cfg, family)):
-            places = [(i,) if weight.is_stacked else ()]
             has_one = bool(_EXPERT.search(name))
-            if count:
-                places = [divmod(i, count)] if has_one else [(i, e) for e in range(count)]
+            if not weight.is_stacked:
+                places = [()]
+            elif not count:
+                places = [(i,)]
+            elif has_one:
+                places = [divmod(i, count)]
+            else:
+                places = [(i, expert) for expert in range(count)]
             # parts come in the order of the table, which is that of the rows on disk
             before = parts.setdefault(name, [])
             first = before[-1].rows.stop if before else 0
@@ -348,7 +364,9 @@ def hf_shape(weight: Weight) -> tuple[int, ...]:
         num_outputs = int(np.prod(weight.shape[weight.inputs :]))
         num_inputs = int(np.prod(weight.shape[: weight.inputs]))
         return num_outputs, num_inputs
-    return weight.shape if weight.axes[0] == "vocab" else (int(np.prod(weight.shape)),)
+    if weight.axes[0] == "vocab":
+        return weight.shape
+    return (int(np.prod(weight.shape)),)
 
 
 def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
@@ -360,7 +378,9 @@ def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
         parts = np.split(value, np.cumsum(weight.parts)[:-1], axis=dim)
         merged = (*value.shape[:heads], -1, *value.shape[dim + 1 :])
         value = np.concatenate([x.reshape(merged) for x in parts], axis=heads)
-    return value.reshape(shape[::-1]).T if weight.inputs else value.reshape(shape)
+    if weight.inputs:
+        return value.reshape(shape[::-1]).T
+    return value.reshape(shape)
 
 
 def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
@@ -425,7 +445,9 @@ def _read_part(
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
         dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
         one = whole((slice(part.expert, part.expert + 1), *dims))[0]
-        return (one.T if part.by_turns else one)[::step]
+        if part.by_turns:
+            one = one.T
+        return one[::step]
 
     return _read_slice(read, part.weight, index)
 
@@ -453,7 +475,8 @@ def check_weights(
         config = read_object(file) if SCORES[0] in names else {}
         for key in ("num_labels", "id2label"):
             value = config.get(key, 1)
-            if (len(value) if isinstance(value, dict) else value) != 1:
+            num_labels = len(value) if isinstance(value, dict) else value
+            if num_labels != 1:
                 raise ValueError(
                     f"{file}: {key}={shortened(value)}, and the model of a reward has 1 label; "
                     f"{SCORES[0]} is {tensors.shape(SCORES[0])}"
@@ -503,8 +526,12 @@ def misfits(
     }
     # a wrong config.json has hundreds of them, and the first few say what is wrong
     more = sum(max(0, len(texts) - SHOWN) for texts in problems.values())
-    named = [f"{kind}: {text}" for kind, texts in problems.items() for text in texts[:SHOWN]]
-    return "; ".join([*named, f"and {more} more"] if more else named)
+    lines = []
+    for kind, texts in problems.items():
+        lines += [f"{kind}: {text}" for text in texts[:SHOWN]]
+    if more:
+        lines.append(f"and {more} more")
+    return "; ".join(lines)
 
 
 def load_params(
@@ -699,8 +726,10 @@ def write_shards(
         shards[-1].append(name)
         filled += size
 
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = files if len(shards) > 1 else [SINGLE]
+    count = len(shards)
+    files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        files = [SINGLE]
     num_written = 0
     for file, names in zip(files, shards):
         write_tensors(folder / file, {name: tensor(name) for name in names})

@@ -37,7 +37,9 @@ def per_layer_params(
     """
 
     def cast(leaf: Leaf) -> Leaf:
-        return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
+        if is_quantized(leaf) or leaf.ndim < 2:
+            return leaf
+        return stored(leaf, dtype)
 
     # Adapters may be outside of layers alone.
     by_number = params | {"layers": by_layer(params.get("layers", {}), cfg)}

@@ -165,7 +165,9 @@ def acting_params(
 ) -> Params:
     """The weights that the model computes with: `params`, or the frozen base with its adapters
     `params`."""
-    return params if frozen is None else attach(frozen, params, lora, keys)
+    if frozen is None:
+        return params
+    return attach(frozen, params, lora, keys)
 
 
 def pairs(adapters: Params) -> dict[str, tuple[Any, Any]]:

@@ -202,7 +202,9 @@ def save_adapters(
     has_both = len({x.rsplit(".", 1)[1] for x in parameters if ".experts." in x}) > 1
 
     def in_wrapper(name: str) -> str:
-        return name.replace("model.", "model.language_model.", 1) if is_wrapped else name
+        if is_wrapped:
+            return name.replace("model.", "model.language_model.", 1)
+        return name
 
     def targets(names: set[str], num_last: int) -> list[str]:
         # All layers have them, so their last names are enough. In a larger model the names are in

@@ -15,7 +15,7 @@ HEAD = ("score", "score_bias")
 _AXES = ("embed",)
 
 
-def scalar_head(cfg: Architecture, with_bias: bool = False) -> dict[str, Weight]:
+def scalar_head(cfg: Architecture, with_bias: bool) -> dict[str, Weight]:
     """The weights of the head, by name: `score` [D] and, with a bias, `score_bias` [1]. Both begin
     at zero, and stay float32 in a frozen model: all that the decoder has found is in one number."""
     head = {"score": Weight((cfg.embed_dim,), _AXES, zeros, inputs=0, is_exact=True)}
@@ -32,4 +32,6 @@ def scalar_scores(params: Params, hidden_BTD: jax.Array) -> jax.Array:
     # A product in float32 would have fewer bits on accelerators, and a sum over D has all.
     scores_BT = jnp.sum(hidden * score_D, axis=-1)
     bias = params.get("score_bias")
-    return scores_BT if bias is None else scores_BT + bias.astype(hidden.dtype)
+    if bias is None:
+        return scores_BT
+    return scores_BT + bias.astype(hidden.dtype)

@@ -340,7 +340,9 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
         if is_address(name):
             return name
         path = as_path(name)
-        return str(path.absolute()) if path.exists() else name
+        if path.exists():
+            return str(path.absolute())
+        return name
 
     template = model.chat_template
     settings = replace(

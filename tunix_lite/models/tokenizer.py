@@ -342,8 +342,11 @@ class Tokenizer:
         bos_id = self.backend.token_to_id(bos) if bos else None
         # A token that the tokenizer never adds may open every turn and be called BOS all the same
         # (SmolLM).
-        twice = ids.count(bos_id) > 1 if bos_id in self.start_ids else ids[:2] == [bos_id] * 2
-        if twice:
+        if bos_id in self.start_ids:
+            is_twice = ids.count(bos_id) > 1
+        else:
+            is_twice = ids[:2] == [bos_id] * 2
+        if is_twice:
             raise ValueError(
                 f"the chat template and the message {shortened(conversation)} together hold more "
                 f"than one {bos}"
@@ -390,7 +393,9 @@ class Tokenizer:
     def end_id(self) -> int:
         """The token that ends a text: the eos_token, if a completion may end with it."""
         named = self.backend.token_to_id(self.special.get("eos_token", ""))
-        return named if named in self.eos_ids else self.eos_ids[0]
+        if named in self.eos_ids:
+            return named
+        return self.eos_ids[0]
 
     def documents(self, texts: list[str], special: str) -> list[list[int]]:
         """The tokens of each text, many at once, without those that begin and end it. special: what
@@ -419,9 +424,13 @@ class Tokenizer:
                 "once; set task.learned_turns=last"
             )
         # the end of a turn may go on after its token, with a newline
-        ends = [self.backend.id_to_token(token) for token in self.eos_ids]
-        places = [before.rfind(end) + len(end) for end in ends if end and end in before]
-        return self.written_ids(full[max(places, default=len(before)) :])
+        places = []
+        for token in self.eos_ids:
+            end = self.backend.id_to_token(token)
+            if end and end in before:
+                places.append(before.rfind(end) + len(end))
+        last = max(places, default=len(before))
+        return self.written_ids(full[last:])
 
     # ---- texts that spell special tokens but mean plain text
 
@@ -439,8 +448,12 @@ class Tokenizer:
         special = self._special_texts.pattern
         data = re.findall(f"(?s){_OPEN}(.*?){_CLOSE}", written)
         left = re.sub(f"(?s){_OPEN}.*?{_CLOSE}", "", written)
-        is_cut = any(mark in left for mark in _BEGUN)
-        if is_cut or any(re.search(special, x) and not re.fullmatch(special, x) for x in data):
+        is_changed = any(mark in left for mark in _BEGUN)
+        for text in data:
+            # with more around a special token than its mark
+            if re.search(special, text) and not re.fullmatch(special, text):
+                is_changed = True
+        if is_changed:
             text = re.sub(f"[{_PREFIX}{_OPEN[-1]}{_CLOSE[-1]}]", "", written)
             raise ValueError(f"the chat template does not write {shortened(text)} as it is")
         # One call of a tokenizer that knows special tokens by other names cuts the text as always.
@@ -527,8 +540,10 @@ class Tokenizer:
 def read_until(ids: list[int], pad_id: int | None) -> list[int]:
     """The tokens up to the one at which transformers reads a reward model: the last that is not the
     padding token, even if that ends the turn, too. None: there is no such token."""
-    last = [i for i, token in enumerate(ids) if token != pad_id]
-    return ids[: last[-1] + 1 if last else 1]
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]
 
 
 def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
@@ -550,7 +565,9 @@ def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str:
 
 
 def _conversation(content: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    return content
 
 
 class TextStream:
@@ -573,9 +590,9 @@ class TextStream:
         self.ids += [int(i) for i in ids]
         text = self.tokenizer.decode(self.ids, self.skip_special)
         # Byte tokens (Gemma's <0xE4>) are decoded together: a character may turn out to be none.
-        last = next((i for i in reversed(self.ids) if i not in self.silent), None)
-        token = self.tokenizer.backend.id_to_token(last) if last is not None else None
-        if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or ""):
+        spoken = [token for token in self.ids if token not in self.silent]
+        last = self.tokenizer.backend.id_to_token(spoken[-1]) if spoken else None
+        if text.endswith("\ufffd") or re.fullmatch("<0x[0-9A-Fa-f]{2}>", last or ""):
             return ""
         new = text[len(self.shown) :]
 
@@ -669,8 +686,10 @@ def _eos_ids(
         ("config.json: text_config", config.get("text_config")),
     ):
         eos = content.get("eos_token_id") if isinstance(content, dict) else None
+        if eos is None:
+            continue
         # Gemma has a list, Llama a number
-        named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        named = eos if isinstance(eos, list) else [eos]
         if any(type(i) is not int or i < 0 for i in named):
             raise ValueError(
                 f"{folder / name}: eos_token_id={shown(eos)}; it is the number of a token, or "

@@ -23,7 +23,7 @@ _FEWEST = len(SPECIAL) + 256 + 1
 
 
 def train_tokenizer(
-    texts: Iterable[str], folder: Path, kind: str = "bpe", vocab_size: int = 8192
+    texts: Iterable[str], folder: Path, kind: str, vocab_size: int
 ) -> Tokenizer:
     """Trains one of `kind`, writes it into the folder, and reads it from there. vocab_size: tokens,
     the special ones included; of few texts there may be fewer. Raises ValueError."""

@@ -226,12 +226,12 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
     crossed = [tuple(np.ptp(coords[group], axis=0) > 0) for group in groups]
     if pairs:
         crossed = [tuple(np.any(crossed, axis=0))]
-    size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
-    axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
+    names = [name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed]
+    size = math.prod(mesh_shape[name] for name in names)
     # a group may cover only a part of an axis
     group_sizes = [len(group) for group in groups]
     if len(set(crossed)) == 1 and (pairs or set(group_sizes) == {size}):
-        return axis, size
+        return "+".join(names), size
     return "other", max(group_sizes)
 
 

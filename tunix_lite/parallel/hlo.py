@@ -146,7 +146,9 @@ def _value(name: str, computation: Computation, program: Program, args: list) ->
         if i.op == "parameter":
             return args[int(literal)] if args else None
         if i.op == "constant":
-            return {"true": 1, "false": 0}.get(literal) if literal.isalpha() else int(literal)
+            if literal.isalpha():
+                return {"true": 1, "false": 0}.get(literal)
+            return int(literal)
 
         # What is computed from other values.
         values = [of(operand) for operand in i.operands]
@@ -159,6 +161,8 @@ def _value(name: str, computation: Computation, program: Program, args: list) ->
             return _value(inner.root, inner, program, values)
         direction = re.search(r" direction=(\w+)", i.rest)
         operation = _SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
-        return operation(*values) if operation and None not in values else None
+        if operation and None not in values:
+            return operation(*values)
+        return None
 
     return of(name)

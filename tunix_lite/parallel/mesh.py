@@ -182,7 +182,7 @@ def resolve_mesh_shape(
     can_simulate: and how a CPU simulates more devices."""
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
-    known = int(np.prod([size for size in sizes.values() if size != -1]))
+    known = math.prod(size for size in sizes.values() if size != -1)
     resolved = {
         name: num_devices // known if size == -1 else size for name, size in sizes.items()
     }
@@ -233,7 +233,8 @@ def make_mesh(
         arranged = [_arranged((1, len(node)), node).ravel() for node in nodes]
     else:
         possible = range(1, min(node_sizes) + 1)
-        fits = [str(n) for n in possible if not any(size % n for size in node_sizes)]
+        common = math.gcd(*node_sizes)
+        fits = [str(n) for n in possible if common % n == 0]
         raise ValueError(
             f"tp={tp} would cross the network between {len(nodes)} nodes with {min(node_sizes)} "
             f"devices each, in every layer; tp could be {', '.join(fits)}, and "
@@ -310,8 +311,8 @@ def spec(
             fits = ", ".join(str(n) for n in range(1, 2 * parts) if size % n == 0)
             # A mesh of as many devices whose `axis` divides `size`; the other axis has the rest.
             total = math.prod(mesh.shape.values())
-            most = min(parts, size)
-            part = next(n for n in range(most, 0, -1) if size % n == 0 and total % n == 0)
+            common = math.gcd(size, total)
+            part = max(n for n in range(1, parts + 1) if common % n == 0)
             sizes = [part if other == axis else total // part for other in AXES]
             raise ValueError(
                 f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be "
@@ -388,7 +389,9 @@ def _gradient_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
     of_weight = spec(axes, shape, jax.sharding.get_abstract_mesh())
     # Where a vmap over shards divides the batch (micro_batches.py), every shard keeps a gradient of
     # its own until they are summed.
-    return of_weight if current_rules()["batch"] else without(of_weight)
+    if current_rules()["batch"]:
+        return of_weight
+    return without(of_weight)
 
 
 def without(divided: P) -> P:
@@ -454,7 +457,9 @@ def current_mesh() -> Mesh:
 def current_platform() -> str:
     """The platform of the current mesh's devices, or JAX's default one. Not for inside jit."""
     mesh = jax.sharding.get_mesh()
-    return jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
+    if mesh.empty:
+        return jax.default_backend()
+    return mesh.devices.flat[0].platform
 
 
 def devices_taken(mesh: Mesh) -> str:

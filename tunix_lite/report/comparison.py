@@ -61,15 +61,15 @@ def _score_changes(run: Evidence) -> list[_ScoreChange]:
     for name, values in before.items():
         others = after.get(name, {})
         if both := sorted(values.keys() & others.keys()):
-            ends = [np.array([of[group] for group in both]) for of in (values, others)]
-            first_E, last_E = ends
+            first_E = np.array([values[group] for group in both])
+            last_E = np.array([others[group] for group in both])
             change = compare(last_E, first_E, _LEVEL, _RESAMPLES)
             estimates = [
                 # a bootstrap takes an accuracy of 0 or 1 for certain
                 wilson(float(values_E[0]), len(values_E))
                 if name == "accuracy" and values_E.min() == values_E.max()
                 else estimate(values_E, _LEVEL, _RESAMPLES)
-                for values_E in ends
+                for values_E in (first_E, last_E)
             ]
             changes.append(_ScoreChange(name, *estimates, change))
     return changes
@@ -106,9 +106,9 @@ def result_lines(run: Evidence, is_alive: bool | None = None) -> list[str]:
     word = _standing(run, is_alive)
     # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
+    steps = "1 step" if last == 1 else f"{last:,} steps"
     unknown = {"error": "the error is not known", "stopped": "", "early_stopping": ""}
-    values = {**unknown, **run.status, "steps": f"{last:,} step{'' if last == 1 else 's'}"}
-    sentence = _SENTENCES[word].format_map(values)
+    sentence = _SENTENCES[word].format_map({**unknown, **run.status, "steps": steps})
     lines = [f"{word}: {sentence}" if sentence else word]
     for one in _score_changes(run):
         is_share = one.name != "reward"
@@ -180,17 +180,30 @@ def lines_of_runs(folders: Sequence[Path]) -> list[str]:
         run = read_evidence(folder)
         scores = _score_changes(run)
         accuracy = run.series("eval/accuracy")
-        values = (accuracy.first, accuracy.last) if accuracy else ()
-        cells = [_number(value, True) for value in values] or ["", ""]
-        cells.append(_interval(scores[0].after, True) if scores else "")
-        cells.append(_number(accuracy.largest, True) if accuracy else "")
-        for series in map(run.series, ("reward/mean", "perf/tokens_per_second")):
-            cells.append(_number(series.late) if series else "")
-        seconds = run.status.get("seconds")
-        cells.insert(-1, seconds_in_words(seconds) if is_number(seconds) else "")
-        steps = str(run.rows[-1]["step"]) if run.rows else "0"
-        name = escaped(name[-_MOST_CHARACTERS:])
-        rows.append([name, _standing(run, None), steps, *cells])
+        before = after = best = interval = seconds = ""
+        if accuracy:
+            ends = (accuracy.first, accuracy.last, accuracy.largest)
+            before, after, best = (_number(value, True) for value in ends)
+        if scores:
+            interval = _interval(scores[0].after, True)
+        if is_number(run.status.get("seconds")):
+            seconds = seconds_in_words(run.status["seconds"])
+        reward = run.series("reward/mean")
+        speed = run.series("perf/tokens_per_second")
+        rows.append(
+            [
+                escaped(name[-_MOST_CHARACTERS:]),
+                _standing(run, None),
+                str(run.rows[-1]["step"]) if run.rows else "0",
+                before,
+                after,
+                interval,
+                best,
+                _number(reward.late) if reward else "",
+                seconds,
+                _number(speed.late) if speed else "",
+            ]
+        )
     # Columns without a word below their heads are left out.
     columns = [column for column in zip(*rows) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]

@@ -136,7 +136,9 @@ class Evidence:
     def number(self, name: str, default: float = np.nan) -> Any:
         """A setting that is a number, else the default."""
         value = self.setting(name)
-        return value if is_number(value) and abs(value) < MOST_NUMBER else default
+        if is_number(value) and abs(value) < MOST_NUMBER:
+            return value
+        return default
 
     @property
     def num_steps(self) -> int:
@@ -163,7 +165,9 @@ class Evidence:
     def share(self, of: Callable[[dict], bool]) -> float:
         """The share of completions for which this holds; nan if there are none."""
         rows = self.sampled
-        return float(np.mean([of(row) for row in rows])) if rows else np.nan
+        if not rows:
+            return np.nan
+        return float(np.mean([of(row) for row in rows]))
 
 
 def _at(value: Any, name: str) -> Any:
@@ -236,11 +240,13 @@ def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
     """The steps that samples/ has a file of, in order. name: `evaluation` for its completions."""
-    files = [file.stem for file in (folder / "samples").glob(f"{name}_*.jsonl")]
-    # More digits would not fit into the 64 bits of a step.
-    texts = [re.fullmatch(rf"{name}_([0-9]{{1,18}})", stem) for stem in files]
-    steps = {int(text[1]) for text in texts if text}
-    return sorted(step for step in steps if _sample_file(folder, step, name).is_file())
+    steps = set()
+    for file in (folder / "samples").glob(f"{name}_*.jsonl"):
+        # More digits would not fit into the 64 bits of a step.
+        match = re.fullmatch(rf"{name}_([0-9]{{1,18}})", file.stem)
+        if match and _sample_file(folder, int(match[1]), name).is_file():
+            steps.add(int(match[1]))
+    return sorted(steps)
 
 
 def _sample_file(folder: Path, step: int, name: str) -> Path:
@@ -276,5 +282,7 @@ def is_unread(row: dict) -> bool:
 
 def excerpt(text: Any, most: int = 60) -> str:
     """A text of the run, for a message."""
-    text = text if isinstance(text, str) else str(text)
-    return shown(text if len(text) <= most else text[:most] + "…")
+    text = str(text)
+    if len(text) > most:
+        text = text[:most] + "…"
+    return shown(text)

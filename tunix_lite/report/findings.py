@@ -70,8 +70,10 @@ def _overrides(run: Evidence, tries: tuple[str | tuple[str, float], ...]) -> lis
             continue
         name, factor = one
         before = run.number(name, 0)
+        number = before * factor
         # A count stays one.
-        number = max(int(before * factor), 1) if type(before) is int else before * factor
+        if type(before) is int:
+            number = max(int(number), 1)
         if before and number != before:
             texts.append(
                 f"{name}={number:.3g}" if type(number) is float else f"{name}={number}"
@@ -133,7 +135,9 @@ def _relative_step(run: Evidence) -> Series:
     known = [count, width, rank] if rank else [count, width]
     if not all(map(_is_count, known)) or (rank and alpha <= 0):
         return moved.where(np.zeros(len(moved), bool))
-    factor = alpha / rank * np.sqrt(rank / 3 / count) if rank else np.sqrt(width / count)
+    factor = np.sqrt(width / count)
+    if rank:
+        factor = alpha / rank * np.sqrt(rank / 3 / count)
     return Series("update / weights", moved.steps, moved.values * factor)
 
 
@@ -160,11 +164,15 @@ def _step_too_large(run: Evidence) -> _Shown:
         if exploded or entropy.late < 0.05 * entropy.first:
             thrown.append(str(entropy))
 
-    # Adapters are usually given steps ten times as large, and bear them.
     step = _relative_step(run)
-    enough = (16 if run.number("model.lora.rank", 0) else 4) * _LARGE_STEP
-    is_large = step.largest > (_LARGE_STEP if fell or thrown else enough)
-    if not (is_large if step else fell and thrown):
+    is_large = fell and thrown
+    if step:
+        enough = _LARGE_STEP
+        if not fell and not thrown:
+            # Adapters are usually given steps ten times as large, and bear them.
+            enough *= 16 if run.number("model.lora.rank", 0) else 4
+        is_large = step.largest > enough
+    if not is_large:
         return None
     shown = []
     if step:
@@ -295,7 +303,8 @@ def _reward_exploited(run: Evidence) -> _Shown:
     judges = [series for series in judges if len(series) > 1]
     # Where nearly all is right, other rewards are all that is left to gain.
     stands = [s.late - s.early < 0.2 * gained and s.late < 0.8 for s in judges]
-    if len(reward) < 6 or not reward.rises() or gained < 0.05 or not stands or not all(stands):
+    climbs = len(reward) >= 6 and reward.rises() and not gained < 0.05
+    if not climbs or not judges or not all(stands):
         return None
     shown = [str(series) for series in (reward, *judges)]
     wrong = [row for row in run.sampled if row.get("correct") is False]
@@ -325,7 +334,9 @@ def _all_wrong(run: Evidence) -> _Shown:
         return None
     easier = "an easier task, or a model that is right now and then; algorithm=sft first"
     shown = run.shown(_CORRECT, "reward/mean", EXAMPLE)
-    return None if _reward_exploited(run) else (shown, [easier])
+    if _reward_exploited(run):
+        return None
+    return (shown, [easier])
 
 
 @_fault(56, "most groups teach nothing: the task is too hard, or too easy")

@@ -91,7 +91,9 @@ def marked_answers(text: str) -> list[_Mark]:
         if not said.strip("*_ "):
             said = text[match.end() : match.end() + _LINE].lstrip().partition("\n")[0]
         end = _SENTENCE_END.search(said)
-        answers.append(_Mark(match.start(), "words", said[: end.start()] if end else said))
+        if end:
+            said = said[: end.start()]
+        answers.append(_Mark(match.start(), "words", said))
     return sorted(answers)
 
 
@@ -258,7 +260,9 @@ class ChoiceAnswer:
         text = undecorated(completion)
         if match := re.fullmatch(rf"\(?({one})\)?", text):
             return match[1].upper()
-        return None if self.how == "strict" else _last_letter(text, letters)
+        if self.how == "strict":
+            return None
+        return _last_letter(text, letters)
 
 
 def _last_letter(text: str, letters: str) -> str | None:

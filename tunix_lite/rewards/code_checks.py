@@ -110,8 +110,12 @@ class _Cutter(ast.NodeTransformer):
         # names of lists that are written out and not empty
         self._lists: set[str] = set()
         self._is_required = True
-        self._used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        self._used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._used = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                self._used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                self._used.add(node.attr)
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return [self._report(part) for part in _conjuncts(node.test)]
@@ -150,8 +154,8 @@ class _Cutter(ast.NodeTransformer):
             return items.id in self._lists
         if isinstance(items, ast.Call) and isinstance(items.func, ast.Name):
             if items.func.id == "range":
-                read = [_literal(argument) for argument in items.args]
-                return all(is_one for is_one, _ in read) and bool(range(*(v for _, v in read)))
+                are_literals, values = zip(*map(_literal, items.args))
+                return all(are_literals) and bool(range(*values))
             is_known = items.func.id in ("zip", "enumerate", "sorted", "reversed", "list")
             return is_known and all(map(self._has_items, items.args))
         is_literal, value = _literal(items)
@@ -226,7 +230,8 @@ def _compare(name: str, left: object, right: object) -> bool:
     if isinstance(left, _Opaque) or isinstance(right, _Opaque):
         # an object of the code is nothing that is written out
         return name in ("!=", "is not", "not in")
-    return bool(next(fn for sign, fn in OPERATORS.values() if sign == name)(left, right))
+    functions = dict(OPERATORS.values())
+    return bool(functions[name](left, right))
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

@@ -8,7 +8,9 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 def final_answer(completion: str) -> str | None:
     """The last number in the completion, or None: `12 + 3 = 15` -> `15`."""
     numbers = NUMBER.findall(completion)
-    return numbers[-1].replace(",", "") if numbers else None
+    if numbers:
+        return numbers[-1].replace(",", "")
+    return None
 
 
 def correct(completion: str, example: dict) -> float:

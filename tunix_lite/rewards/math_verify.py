@@ -105,12 +105,14 @@ def _texts_of(completion: str) -> tuple[str, ...]:
     is_empty = not mark.text.strip("*_$ \n")
     if mark.kind == "words":
         # a formula may go on over several lines
-        return (
-            (completion[mark.place :],) if is_empty else (completion[mark.place :], completion)
-        )
+        if is_empty:
+            return (completion[mark.place :],)
+        return (completion[mark.place :], completion)
     if is_empty:
         return ()
-    return (f"\\boxed{{{mark.text}}}",) if mark.kind == "boxed" else _readings(mark.text)
+    if mark.kind == "boxed":
+        return (f"\\boxed{{{mark.text}}}",)
+    return _readings(mark.text)
 
 
 def _holds_mathematics(parsed: list) -> bool:

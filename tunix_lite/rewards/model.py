@@ -43,4 +43,6 @@ class RewardModel:
 
     def longest(self, max_positions: int) -> int:
         """Returns the tokens of the longest conversation for a model of so many positions."""
-        return min(_LONGEST, max_positions) if self.max_length is None else self.max_length
+        if self.max_length is not None:
+            return self.max_length
+        return min(_LONGEST, max_positions)

@@ -322,7 +322,9 @@ def _magnitude(match: re.Match) -> Fraction | None:
 
 
 def _power_of_ten(exponent: int) -> Fraction | None:
-    return None if abs(exponent) > MOST_DIGITS else Fraction(10) ** exponent
+    if abs(exponent) > MOST_DIGITS:
+        return None
+    return Fraction(10) ** exponent
 
 
 def _bare(digits: str) -> str:

@@ -75,14 +75,18 @@ def to_json(value: object) -> Any:
     """A value of a reward as JSON can hold it; `from_json` is the way back."""
     if isinstance(value, Score):
         return {"score": float(value), "kind": value.kind, "why": value.why}
-    return [to_json(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    return value
 
 
 def from_json(value: object) -> Any:
     """The value that `to_json` was given."""
     if isinstance(value, dict):
         return Score(value["score"], value["kind"], value["why"])
-    return [from_json(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return value
 
 
 def no_answer(why: str) -> Score:
@@ -133,4 +137,6 @@ def _finite(value: object) -> float:
 def text(fn: Callable[[str], object], completion: str, example: dict) -> str | None:
     """The text that `extract` returns for a completion, KEPT characters of it at most."""
     answer = fn(completion)
-    return None if answer is None else bounded(str(answer))
+    if answer is None:
+        return None
+    return bounded(str(answer))

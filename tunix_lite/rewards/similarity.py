@@ -78,12 +78,14 @@ class RougeL:
         return best
 
 
-def _rouge_n(text: str, reference: str, n: int = 1) -> float:
+def _rouge_n(text: str, reference: str, n: int) -> float:
     """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
     words = (_units_of(each) for each in (text, reference))
     ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
     common = (ours & theirs).total()
-    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+    if not common:
+        return 0.0
+    return 2 * common / (ours.total() + theirs.total())
 
 
 def similarity_scores(

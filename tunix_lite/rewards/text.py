@@ -127,4 +127,6 @@ class Repetition:
     def __call__(self, completion: str, example: dict) -> float:
         words = completion[:LONGEST].lower().split()
         grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
-        return -self.factor * (1 - len({*grams}) / len(grams)) if grams else 0.0
+        if not grams:
+            return 0.0
+        return -self.factor * (1 - len({*grams}) / len(grams))

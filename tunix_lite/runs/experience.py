@@ -160,7 +160,9 @@ class FreshExperience:
 
     def beside_update(self) -> Metrics:
         """See ExperienceSource."""
-        return {} if self._beside is None else self._beside()
+        if self._beside is None:
+            return {}
+        return self._beside()
 
     def _collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""

@@ -79,7 +79,9 @@ def fingerprint(
     training = run.training
     task = {"_target_": plain(run.task)["_target_"], **_counting(run, "task")}
     # with the commits that were read
-    task |= {k: pinned(task[k], at) for k, at in HUB_SETTINGS.items() if is_hub(task.get(k))}
+    for key, at in HUB_SETTINGS.items():
+        if is_hub(task.get(key)):
+            task[key] = pinned(task[key], at)
     values = {
         "model": {name: model_settings[name] for name in ("architecture", "lora")},
         "weights": source.weights_digest(model),

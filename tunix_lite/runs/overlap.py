@@ -128,8 +128,13 @@ class _PartialRollouts:
         )
         chosen = take(np.array([one.reason is not None for one in completions]))
         is_taken = np.isin(np.arange(len(groups)) // self._generations, chosen)
-        taken = [one for one, mine in zip(completions, is_taken) if mine]
-        left = [one for one, mine in zip(completions, is_taken) if not mine]
+        taken = []
+        left = []
+        for completion, is_mine in zip(completions, is_taken):
+            if is_mine:
+                taken.append(completion)
+            else:
+                left.append(completion)
         self._after = InFlight(left, max(last + self._updates, self._before.next_step))
 
         of_groups = [one.group for one in taken[:: self._generations]]

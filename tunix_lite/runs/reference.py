@@ -143,4 +143,6 @@ def reference_of(
         run_dir.write_json(run_dir.reference, {"reference": chosen.words, "kept": chosen.kept})
     if frozen is None:
         return trained
-    return frozen if trained is None else attach(frozen, trained, model.lora)
+    if trained is None:
+        return frozen
+    return attach(frozen, trained, model.lora)

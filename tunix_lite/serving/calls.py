@@ -119,7 +119,9 @@ class Call:
     @property
     def logprobs(self) -> bool:
         """The log-probability of each token is in the answer."""
-        return self.body.logprobs if self.is_chat else self.body.logprobs is not None
+        if self.is_chat:
+            return self.body.logprobs
+        return self.body.logprobs is not None
 
 
 def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:

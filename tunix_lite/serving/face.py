@@ -90,7 +90,9 @@ class Face:
     def health(self, is_alive: bool) -> tuple[int, dict]:
         """Whether it takes requests. is_alive: whether what answers them does."""
         is_well = is_alive and not self.is_stopping
-        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
+        if is_well:
+            return (200, {"status": "ok"})
+        return (503, {"status": "stopping"})
 
     def key_of(self, request: "web.Request") -> str:
         """The key that the client sent; "" if none."""

@@ -236,7 +236,9 @@ def explain(
     if wrong:
         line = ". ".join(wrong)
         # many words of other projects have a line each
-        return line if len(line) <= SHOWN else "\n  ".join(wrong)
+        if len(line) <= SHOWN:
+            return line
+        return "\n  ".join(wrong)
     for text, override in parsed.items():
         if override.is_sweep_override():
             return f"{text}: several values are a sweep, which needs --multirun"
@@ -314,4 +316,6 @@ def sweep_folder() -> Path | None:
     """The folder of the sweep that the current run belongs to; None if it is no run of a sweep.
     Call it while Hydra runs a job."""
     settings = HydraConfig.get()
-    return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None
+    if settings.mode == RunMode.MULTIRUN:
+        return Path(settings.sweep.dir).absolute()
+    return None

@@ -351,7 +351,9 @@ class RunConfig:
     @property
     def learning_temperature(self) -> float:
         """Returns the divisor of scores in the policy that learns: 1 where nothing is sampled."""
-        return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
+        if self.algorithm.needs.demonstrations:
+            return 1.0
+        return self.generation.temperature
 
 
 # loss_reduction of an algorithm -> what its loss sums over
@@ -376,7 +378,9 @@ def reduction_of(algorithm: Algorithm) -> str | None:
 def packings_of(needs: Needs) -> tuple[str, ...]:
     """The names of packing, other than none, that these needs allow. Of a conversation that a
     reward model reads only the last token counts, so that no prompt is seen to be shared."""
-    return ("sequences",) if needs.output == "score" else PACKING[1:]
+    if needs.output == "score":
+        return ("sequences",)
+    return PACKING[1:]
 
 
 def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:

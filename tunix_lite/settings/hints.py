@@ -51,12 +51,16 @@ class _Hint:
     def __str__(self) -> str:
         if not self.overrides:
             return self.note
-        return f"{self.paste} ({self.note})" if self.note else self.paste
+        if self.note:
+            return f"{self.paste} ({self.note})"
+        return self.paste
 
 
 def shell_quoted(override: str) -> str:
     """An override in single quotes where a shell would take it apart."""
-    return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
+    if re.fullmatch(r"[\w.,:/=@+~-]*", override):
+        return override
+    return shlex.quote(override)
 
 
 def unknown_key(key: str, known: Iterable[str], value: object) -> str:
@@ -109,17 +113,21 @@ def foreign_words() -> tuple[list[Word], dict[str, str]]:
     rows = []
     for row in table["words"]:
         ours = row.pop("write", [])
-        ours = (ours,) if isinstance(ours, str) else tuple(ours)
+        if isinstance(ours, str):
+            ours = [ours]
         rest = (row.pop("note", ""), row.pop("values", {}))
-        rows.append(Word(row, ours, *rest))
+        rows.append(Word(row, tuple(ours), *rest))
     return rows, table["families"]
 
 
 @functools.cache
 def _index() -> dict[str, tuple[Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
-    names = [(each, *pair) for each in foreign_words()[0] for pair in each.all_names()]
-    return {name.lower(): (each, project == "ours") for each, project, name in names}
+    index = {}
+    for each in foreign_words()[0]:
+        for project, name in each.all_names():
+            index[name.lower()] = (each, project == "ours")
+    return index
 
 
 def _normal(key: str) -> str:
@@ -131,9 +139,9 @@ def _translated(key: str, value: object, known: Iterable[str] | None) -> _Hint |
     is not known. known: all settings; None: whatever the word's first meaning is."""
     name = _normal(key)
     families = foreign_words()[1]
-    family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
-    if family:
-        return _Hint((), family)
+    for family, note in families.items():
+        if "." in family and f".{family}" in f".{name}":
+            return _Hint((), note)
     # The longest name first: rollout.n is known, n is not.
     # other projects nest their settings, and may nest them in another way
     parts = name.split(".")
@@ -142,8 +150,10 @@ def _translated(key: str, value: object, known: Iterable[str] | None) -> _Hint |
         if each is not None and not is_ours:
             return _fitting(each, parts[:start], value, known)
     last = parts[-1]
-    family = next((families[f] for f in families if "." not in f and last.startswith(f)), "")
-    return _Hint((), family) if family else None
+    for family, note in families.items():
+        if "." not in family and last.startswith(family):
+            return _Hint((), note)
+    return None
 
 
 def _fitting(
@@ -197,7 +207,9 @@ def _text(value: object) -> str:
     text = str(value).strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
-    return text.lower() if text.lower() in ("true", "false") else text
+    if text.lower() in ("true", "false"):
+        return text.lower()
+    return text
 
 
 def options_of(group: str, folders: Iterable[Path]) -> list[str]:
@@ -312,8 +324,9 @@ def wrong_override(
             return f"{text}did you mean {shell_quoted(f'model.weights={value}')}? There is {names}"
         # gemma-3-1b-it is gemma3_1b
         value = _KNOWN_OPTIONS.get((key, _plain(value)), value)
-        same = (option for option in options if _plain(option) == _plain(value))
-        option = next(same, None) or near_word(value, options)
+        plain = _plain(value)
+        same = [option for option in options if _plain(option) == plain]
+        option = same[0] if same else near_word(value, options)
         if option:
             return f"{text}did you mean {key}={option}? There is {names}"
         return f"{text}there is {names}"
@@ -331,8 +344,8 @@ def check_values(overrides: Iterable[str]) -> None:
     beside model.target_params, which gives them."""
     overrides = list(overrides)
     ruled = [text for text in overrides if _RULED.match(text)]
-    for text in overrides if ruled else ():
-        if re.match(r"model\.target_params=(?!null)", text):
+    for text in overrides:
+        if ruled and re.match(r"model\.target_params=(?!null)", text):
             rest = " ".join(shell_quoted(one) for one in overrides if one not in ruled)
             raise ConfigError(
                 f"{text} gives all sizes by a rule, so {' '.join(ruled)} would change nothing; "

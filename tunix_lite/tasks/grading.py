@@ -52,7 +52,9 @@ def shared_outcomes(
             break
         stopping = processes.stopping
         stops = bool(left) and stopping is not None and stopping.is_requested()
-    results = [] if left or error else [future.result() for future in own]
+    results = []
+    if not left and not error:
+        results = [future.result() for future in own]
 
     everyone = processes.exchange([results, graded], error, stops)
     processes.check_same(
@@ -71,8 +73,11 @@ def shared_outcomes(
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
     """The value that a function gives each completion, [B] float64; nan where it failed."""
-    of_function = [one[name] for one in outcomes]
-    return np.array([np.nan if one.kind else one.value for one in of_function], np.float64)
+    values = []
+    for of_completion in outcomes:
+        kind, value = of_completion[name]
+        values.append(np.nan if kind else value)
+    return np.array(values, np.float64)
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
@@ -96,10 +101,15 @@ def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
 
 def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
     """Counts the calls of functions that failed, and those that noted something."""
-    kinds = Counter(kind for one in calls for kind, _ in one.values())
-    values = [value for one in calls for kind, value in one.values() if not kind]
-    values += [item for value in values if isinstance(value, list) for item in value]
-    noted = Counter(value.kind for value in values if isinstance(value, Score))
+    kinds = Counter()
+    noted = Counter()
+    for outcomes in calls:
+        for kind, value in outcomes.values():
+            kinds[kind] += 1
+            # of a function that gets a whole group, a list
+            values = value if isinstance(value, list) else [value]
+            if not kind:
+                noted.update(each.kind for each in values if isinstance(each, Score))
     counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
     return counts | {metric: noted[kind] for metric, kind in NOTED.items()}
 
@@ -118,8 +128,10 @@ def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]
     for place, (name, values_B) in enumerate(graded.each.items()):
         # a reward that failed counts 0; one that skips a completion does not count there
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]
-        metrics[f"reward/{name}"] = float(counted.mean()) if counted.size else 0.0
-        metrics[f"reward/{name}_std"] = float(counted.std()) if counted.size else 0.0
+        if not counted.size:
+            counted = np.zeros(1)
+        metrics[f"reward/{name}"] = float(counted.mean())
+        metrics[f"reward/{name}_std"] = float(counted.std())
     return metrics | group_metrics(graded.rewards, graded.dropped, groups)
 
 
@@ -148,7 +160,9 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     finished_B = np.asarray(rollout.finished)
     ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
-    ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
+    ended = lengths_B[finished_B]
+    if not ended.size:
+        ended = np.zeros(1, lengths_B.dtype)
     return {
         "completions/correct": float(np.mean(right_B)),
         "completions/mean_length": float(lengths_B.mean()),

@@ -59,4 +59,6 @@ def flexible(completion: str, example: dict) -> float:
     if completion.rstrip().endswith("####"):
         return 0.0
     last = last_number(completion)
-    return 0.0 if last is None else float(last[1] == number_of(example["answer"]))
+    if last is None:
+        return 0.0
+    return float(last[1] == number_of(example["answer"]))

@@ -42,7 +42,9 @@ class ScoringModel:
         if (longest := self.reward.longest(most)) > most:
             raise ValueError(f"{made} max_length is {longest}; write max_length: {most}")
         # whether the folder holds a reward model is seen when its weights are there
-        return replace(cfg, output="score") if cfg.output == "logits" else cfg
+        if cfg.output == "logits":
+            return replace(cfg, output="score")
+        return cfg
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def _questions(row: Mapping) -> dict:
 
 
 def _system(row: Mapping) -> list[dict]:
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    if row.get("system"):
+        return [{"role": "system", "content": row["system"]}]
+    return []
 
 
 class Form(NamedTuple):

@@ -71,7 +71,9 @@ def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
             f"an epoch of {count:,} rows has no batch of {batch_size:,}; "
             f"training.prompts_per_step={count} fits, or training.last_batch=keep"
         )
-    return -(-count // batch_size) if last_batch == "keep" else count // batch_size
+    if last_batch == "keep":
+        return -(-count // batch_size)
+    return count // batch_size
 
 
 @dataclass(frozen=True)

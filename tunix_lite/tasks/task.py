@@ -147,10 +147,11 @@ class TaskConfig:
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if not np.isfinite(reward.weight):
                 raise ValueError(f"rewards.{name}.weight={reward.weight} is no finite number")
-        for name in self.reward_models if self.environment is not None else ():
+        if self.environment is not None and self.reward_models:
+            first = next(iter(self.reward_models))
             raise ValueError(
-                f"rewards.{name} is a reward model, which reads single turns, and task.environment "
-                "makes conversations; leave one of the two out"
+                f"rewards.{first} is a reward model, which reads single turns, and "
+                "task.environment makes conversations; leave one of the two out"
             )
         if self.correct not in self.reward_models.values():
             _check_call("correct", self.correct, "completion, example")
@@ -181,8 +182,10 @@ class TaskConfig:
             if self.prompt is None:
                 messages = [*messages, *self.template.split(rows[i])[1]]
             yield from (message.text for message in messages)
-            answers = (rows[i].get(name) for name in ("completion", "chosen", "rejected"))
-            yield from (answer for answer in answers if isinstance(answer, str))
+            for name in ("completion", "chosen", "rejected"):
+                answer = rows[i].get(name)
+                if isinstance(answer, str):
+                    yield answer
 
     def functions(self) -> dict[str, Callable]:
         """Returns all functions that are called on completions, by the name in messages:
@@ -239,7 +242,9 @@ def _of(name: str) -> str:
 
 def _bound(fn: Callable[..., object]) -> tuple:
     """Returns a key that is equal for equal functions: bound settings count, too."""
-    return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
+    if isinstance(fn, partial):
+        return (fn.func, fn.args, fn.keywords)
+    return (fn,)
 
 
 class _TooLong(ValueError):
@@ -616,9 +621,11 @@ class Grader:
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        ended = () if rollout.conversations is None else rollout.conversations
-        replies = [turn.reply for one in ended for turn in one.turns if turn.reply.failure]
-        first = self._first_failure(calls) or next((reply.message for reply in replies), "")
+        turns = [turn for one in rollout.conversations or () for turn in one.turns]
+        replies = [turn.reply for turn in turns if turn.reply.failure]
+        first = self._first_failure(calls)
+        if replies and not first:
+            first = replies[0].message
         total = len(self.examples)
         if graded.dropped.all():
             raise SharedError(f"all {total} completions were dropped; the first: {first}")
@@ -663,8 +670,8 @@ class Grader:
         ]
         if not failures:
             return ""
-        errors = (one for one in failures if one[2].kind in FAILURES)
-        call, name, outcome = next(errors, failures[0])
+        errors = [one for one in failures if one[2].kind in FAILURES]
+        call, name, outcome = (errors or failures)[0]
         called_on, _ = self._calls[call]
         return self._pool.describe_failure(name, outcome, called_on)
 
@@ -716,8 +723,9 @@ class Grader:
             correct_B = each[ENVIRONMENT] > 0
         prompts = [task.text.ask(example) for example in self.examples]
         # environments may begin with something else
-        for place, one in enumerate(() if conversations is None else conversations):
-            prompts[place] = prompts[place] if one.opening is None else one.opening
+        for place, one in enumerate(conversations or ()):
+            if one.opening is not None:
+                prompts[place] = one.opening
         extracted = [one["extract"] for one in outcomes]
         graded = Graded(
             prompts=prompts,

@@ -90,7 +90,9 @@ class Wandb(_Plug):
         def cell(value: object) -> float | int | str | None:
             plain = json_value(value)
             is_plain = isinstance(plain, float | int | None)
-            return plain if is_plain else visible(str(plain)[:_MOST_TEXT])
+            if is_plain:
+                return plain
+            return visible(str(plain)[:_MOST_TEXT])
 
         def log_samples(step: int, rows: list[dict]) -> None:
             cells = [[cell(row.get(name)) for name in columns] for row in rows]

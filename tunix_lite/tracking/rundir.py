@@ -54,11 +54,12 @@ class RunDir:
         """Raises ValueError if a run could not write here: no such folder can be made, something
         else lies where a run has a file or a folder, or the disk is full."""
         parents = (self.path.absolute(), *self.path.absolute().parents)
-        for link in (path for path in parents if path.is_symlink() and not path.exists()):
-            raise ValueError(
-                f"{link} is a link to {os.readlink(link)}, which is not there: make that folder, "
-                "or remove the link"
-            )
+        for link in parents:
+            if link.is_symlink() and not link.exists():
+                raise ValueError(
+                    f"{link} is a link to {os.readlink(link)}, which is not there: make that "
+                    "folder, or remove the link"
+                )
         there = next(path for path in parents if path.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
@@ -72,13 +73,17 @@ class RunDir:
         }
         kinds |= {self.path / name: "folder" for name in ("reference", "samples", "skipped")}
         for path, kind in kinds.items():
-            if (path.exists() and path.is_dir() != (kind == "folder")) or path.is_fifo():
+            is_other = path.exists() and path.is_dir() != (kind == "folder")
+            if is_other or path.is_fifo():
                 raise ValueError(
                     f"{path} is no {kind}, and the run keeps one there: move it away"
                 )
 
         # Permissions say nothing about a full disk, so try to write.
-        for folder in [there, *([self.checkpoints] if self.checkpoints.is_dir() else [])]:
+        folders = [there]
+        if self.checkpoints.is_dir():
+            folders.append(self.checkpoints)
+        for folder in folders:
             try:
                 with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(64 * 1024))
@@ -143,12 +148,18 @@ class RunDir:
         """The first and last evaluation up to step `until`, as `eval` of status.json, or {}."""
         rows = (row for _, _, row in rows_until(self.metrics, until))
         scores = [one for one in map(scores_of, rows) if one]
-        return {"first": scores[0], "last": scores[-1]} if scores else {}
+        if scores:
+            return {"first": scores[0], "last": scores[-1]}
+        return {}
 
     def measured(self, name: str, until: int) -> list[tuple[int, float]]:
         """The (step, value) of a metric in metrics.jsonl up to step `until`; nan: no number."""
-        rows = [row for _, _, row in rows_until(self.metrics, until) if name in row]
-        return [(row["step"], row[name] if is_number(row[name]) else math.nan) for row in rows]
+        points = []
+        for _, _, row in rows_until(self.metrics, until):
+            if name in row:
+                value = row[name] if is_number(row[name]) else math.nan
+                points.append((row["step"], value))
+        return points
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz, the batch of an update that was not finite. Its file."""
@@ -307,11 +318,12 @@ def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
     for name, value in settings.items():
         there = fingerprint.get(name)
         if isinstance(value, dict):
-            value = with_chosen_values(value, there if isinstance(there, dict) else {})
-        elif (
-            isinstance(value, str) and (value == "auto" or "${" in value) and there is not None
-        ):
-            value = there
+            within = there if isinstance(there, dict) else {}
+            value = with_chosen_values(value, within)
+        elif isinstance(value, str):
+            is_resolved = value == "auto" or "${" in value
+            if is_resolved and there is not None:
+                value = there
         chosen[name] = value
     return chosen
 

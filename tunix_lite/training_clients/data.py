@@ -144,5 +144,5 @@ def parts_of_data(
             yield chunk, jax.tree.map(on_mesh, rows)
 
 
-def _power_of_two(count: int, least: int = 1) -> int:
+def _power_of_two(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())

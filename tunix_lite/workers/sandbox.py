@@ -222,9 +222,9 @@ def _too_much(job: dict, first: int) -> str | None:
     for pid in processes:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
             pages += int(file.read().split()[1])
-    return (
-        "memory" if pages * resource.getpagesize() > job["memory_mib"] * _MIB * 1.25 else None
-    )
+    if pages * resource.getpagesize() > job["memory_mib"] * _MIB * 1.25:
+        return "memory"
+    return None
 
 
 # ---- what keeps the code apart
@@ -302,9 +302,18 @@ def _restrict_writes(folder: str) -> None:
     version = _landlock_version()
     if version < 1:
         return
-    files = _WRITES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    files = _WRITES
+    if version >= 2:
+        files |= _REFER
+    if version >= 3:
+        files |= _TRUNCATE
     # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
-    rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    num_bytes = 8
+    if version >= 4:
+        num_bytes = 16
+    if version >= 6:
+        num_bytes = 24
+    rules = struct.pack("QQQ", files, 3, 3)[:num_bytes]
     ruleset = libc.syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     for path, access in ((folder, files), (os.devnull, files & (1 << 1 | _TRUNCATE))):
         with contextlib.suppress(OSError):

@@ -108,7 +108,9 @@ class TinkerBody:
         """The tokens of `prompt`, a ModelInput, which the trainer checks. Raises BadCall."""
         tokens: list[int] = []
         chunks = self.prompt.get("chunks")
-        for chunk in chunks if isinstance(chunks, list) else [None]:
+        if not isinstance(chunks, list):
+            chunks = [None]
+        for chunk in chunks:
             kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
             if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
                 raise BadCall("prompt: a list of chunks, all of them encoded_text", "prompt")
