@@ -9,6 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Workers and programs that tests start keep what Python compiled, whatever the environment says: to compile the package
+# and to rewrite the assertions of tests again is half of what each worker does before its first test.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
 # tests start, too. The key is the program, so nothing stale is ever used. Programs of several devices are not kept: see
 # distributed.join.disable_compilation_cache.

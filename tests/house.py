@@ -130,6 +130,24 @@ def package(root: Path = ROOT) -> list[Source]:
     return [read(path) for path in sorted((root / "tunix_lite").rglob("*.py"))]
 
 
+def functions(sources: Iterable[Source]) -> Iterator[tuple[Source, ast.AST]]:
+    """All functions and methods, those inside of others too, each with its file."""
+    return ((source, node) for source in sources for node in source.nodes if isinstance(node, FUNCTIONS))
+
+
+def parameters(node: ast.AST) -> list[ast.arg]:
+    """Those of a function, without *args and **kwargs."""
+    return node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+
+
+def public_definitions(sources: Iterable[Source]) -> Iterator[tuple[Source, ast.AST]]:
+    """Functions and classes at the top of modules without an underscore, each with its file."""
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
+                yield source, node
+
+
 # ---- how dense
 
 
@@ -175,28 +193,21 @@ def unannotated_parameters(sources: Iterable[Source]) -> tuple[list[str], int]:
     """
     places = []
     total = 0
-    for source in sources:
-        for node in source.nodes:
-            if not isinstance(node, FUNCTIONS) or node.name.startswith("_"):
-                continue
-            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-            counted = [parameter for parameter in given if parameter.arg not in ("self", "cls")]
-            total += len(counted)
-            places += [
-                f"{source.path}:{node.lineno} {node.name}({parameter.arg})"
-                for parameter in counted
-                if parameter.annotation is None
-            ]
+    for source, node in functions(sources):
+        if node.name.startswith("_"):
+            continue
+        counted = [one for one in parameters(node) if one.arg not in ("self", "cls")]
+        total += len(counted)
+        bare = [one for one in counted if one.annotation is None]
+        places += [f"{source.path}:{node.lineno} {node.name}({one.arg})" for one in bare]
     return places, total
 
 
 def names_with_several_homes(sources: Iterable[Source]) -> dict[str, list[Path]]:
     """Public functions and classes at the top of more than one file: {name: those files}."""
     homes = defaultdict(list)
-    for source in sources:
-        for node in source.tree.body:
-            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
-                homes[node.name].append(source.path)
+    for source, node in public_definitions(sources):
+        homes[node.name].append(source.path)
     return {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in SAME_EVERYWHERE}
 
 
@@ -212,9 +223,8 @@ def long_functions(sources: Iterable[Source], limit: int = LONG_FUNCTION) -> lis
     """Functions of more than `limit` lines: (file:line name, lines)."""
     return [
         (f"{source.path}:{node.lineno} {node.name}", num_lines(node))
-        for source in sources
-        for node in source.nodes
-        if isinstance(node, FUNCTIONS) and num_lines(node) > limit
+        for source, node in functions(sources)
+        if num_lines(node) > limit
     ]
 
 
@@ -304,12 +314,7 @@ def num_tokens(sources: Iterable[Source]) -> int:
 
 def public_names(sources: Iterable[Source]) -> list[str]:
     """Functions and classes at the top of modules without an underscore, as file:name."""
-    return [
-        f"{source.path}:{node.name}"
-        for source in sources
-        for node in source.tree.body
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_")
-    ]
+    return [f"{source.path}:{node.name}" for source, node in public_definitions(sources)]
 
 
 def called_once(sources: Iterable[Source]) -> tuple[list[str], int]:
@@ -322,12 +327,11 @@ def called_once(sources: Iterable[Source]) -> tuple[list[str], int]:
             for node in source.nodes
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        for node in source.nodes:
-            if isinstance(node, FUNCTIONS):
-                total += 1
-                is_private = node.name.startswith("_") and not node.name.startswith("__")
-                if is_private and named[node.name] == 1:
-                    places.append(f"{source.path}:{node.lineno} {node.name}")
+        for _, node in functions([source]):
+            total += 1
+            is_private = node.name.startswith("_") and not node.name.startswith("__")
+            if is_private and named[node.name] == 1:
+                places.append(f"{source.path}:{node.lineno} {node.name}")
     return places, total
 
 
@@ -355,34 +359,19 @@ def room_of(module: str) -> str:
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """Modules that import each other, however far around; each circle sorted."""
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = list(edges.get(start, ()))
-        while waiting:
-            module = waiting.pop()
-            if module not in seen:
-                seen.add(module)
-                waiting += edges.get(module, ())
-        return seen
-
-    reach = {module: reached(module) for module in edges}
-    found = {
-        tuple(sorted(other for other in reach[one] if one in reach.get(other, ())))
-        for one in edges
-        if one in reach[one]
-    }
+    reach = {module: set(others) for module, others in edges.items()}
+    for middle in edges:
+        for others in reach.values():
+            if middle in others:
+                others |= reach[middle]
+    found = {tuple(sorted(other for other in reach[one] if one in reach.get(other, ()))) for one in edges}
     return sorted(list(each) for each in found if len(each) > 1)
 
 
 def annotated(sources: Iterable[Source]) -> Iterator[tuple[Source, ast.AST, ast.arg]]:
     """Every annotated parameter, with its function and file."""
-    for source in sources:
-        for node in source.nodes:
-            if isinstance(node, FUNCTIONS):
-                for one in node.args.posonlyargs + node.args.args + node.args.kwonlyargs:
-                    if one.annotation is not None:
-                        yield source, node, one
+    for source, node in functions(sources):
+        yield from ((source, node, one) for one in parameters(node) if one.annotation is not None)
 
 
 def functions_of_wholes(sources: Iterable[Source]) -> list[str]:
@@ -422,12 +411,7 @@ def comments_that_say_why(sources: Iterable[Source]) -> tuple[int, int]:
     lines = 0
     for source in sources:
         lines += len(source.code_lines)
-        inside = {
-            line
-            for node in source.nodes
-            if isinstance(node, FUNCTIONS)
-            for line in range(node.lineno, node.end_lineno + 1)
-        }
+        inside = {line for _, node in functions([source]) for line in range(node.lineno, node.end_lineno + 1)}
         texts = {line: source.lines[line - 1].strip() for line in source.own_line_comments}
         whys += sum(line in inside and not text.startswith("# --") for line, text in texts.items())
     return whys, lines
@@ -511,14 +495,14 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     sources = package(root)
     loop = definition(read(root / LOOP[0]), LOOP[1])
     packed, assignments = packed_assignments(sources)
-    bare, parameters = unannotated_parameters(sources)
-    once, functions = called_once(sources)
+    bare, all_parameters = unannotated_parameters(sources)
+    once, all_functions = called_once(sources)
     rooms, rings = arrows(root)
     several = names_with_several_homes(sources)
     yield "lines of the package", "66,988", "45,000", f"{sum(len(source.lines) for source in sources):,}"
     yield "tokens that the doors import", "390k", "265k", f"{num_tokens(closure(root)):,}"
     yield "public names", "1,819", "1,150", f"{len(public_names(sources)):,}"
-    yield "private functions named once", "19 %", "9 %", share(len(once), functions)
+    yield "private functions named once", "19 %", "9 %", share(len(once), all_functions)
     yield "arrows between rooms", "187", "125", f"{len(rooms)}"
     yield "circles of modules", "3", "0", f"{len(rings)}"
     yield "functions with whole settings", "211", "95", f"{len(functions_of_wholes(sources))}"
@@ -527,7 +511,7 @@ def table(root: Path) -> Iterator[tuple[str, str, str, str]]:
     yield "found asked given kept told words", "658", "130", f"{len(empty_names(sources))}"
     yield "tokens a line", "8.6", "8.7", f"{tokens_per_line(sources):.2f}"
     yield "tuple-packed assignments", "", "3 %", share(len(packed), assignments)
-    yield "public parameters without a type", "", "3 %", share(len(bare), parameters)
+    yield "public parameters without a type", "", "3 %", share(len(bare), all_parameters)
     yield "public names with several homes", "", "4", f"{len(several)}: {', '.join(sorted(several))}"
     yield f"functions over {LONG_FUNCTION} lines", "0", "0", f"{len(long_functions(sources))}"
     yield "fit: statements", "14", "20", f"{statements(loop)}"

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,8 @@ from tunix_lite.runs.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
 
-pytest.importorskip("openai")
+# Not imported before a test needs it: it takes a second in each process of the suite.
+pytestmark = pytest.mark.skipif(find_spec("openai") is None, reason="needs openai")
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import composed_once
 import pytest
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from test_docs import PROGRAMS
 
 from tunix_lite.algorithms.grpo import GRPO
@@ -76,6 +78,14 @@ def test_every_yaml_file_names_exactly_the_fields_of_its_dataclass(file):
     if source := values.get("source"):
         kind = class_of(source["_target_"])
         assert set(source) - {"_target_"} == {f.name for f in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("words", ["", "algorithm=ppo task=gsm8k", "experiment=smollm2_gsm8k", "+command=plan"])
+def test_what_the_suite_merges_as_plain_values_is_what_hydra_merges(words, monkeypatch):
+    """See composed_once.py."""
+    quickly = compose_values(words.split())
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composed_once._merge)
+    assert compose_values(words.split()) == quickly
 
 
 # a size is numbers whose meaning its family's part says

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tunix_lite.tasks import hub_rows
 from tunix_lite.tasks.hub_rows import HubData, pinned
 from tunix_lite.train import train
 
-pytest.importorskip("datasets")
+# Not imported before a test needs it: it takes a second in each process of the suite.
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
 ROOT = Path(__file__).parents[1]
 OLD, NEW = "a" * 40, "b" * 40
 

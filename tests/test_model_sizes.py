@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 
@@ -14,7 +15,10 @@ from tunix_lite.models.weights import num_params
 from tunix_lite.planning.plans import Plans
 from tunix_lite.settings.compose import compose
 
-BASE = compose(["model=random"]).model.architecture
+
+@cache
+def base() -> Architecture:
+    return compose(["model=random"]).model.architecture
 
 
 def by_hand(cfg: Architecture) -> int:
@@ -34,14 +38,14 @@ def test_a_model_has_as_many_parameters_as_asked(asked, vocab):
     if vocab == 49_152 and asked in ("1M", "5M"):  # the embedding alone has as many
         says = f"target_params={asked}: no shape of the rule .* 49,152 tokens; the nearest has .*: model.target_params="
         with pytest.raises(ValueError, match=says) as error:
-            sized(BASE, asked, vocab)
+            sized(base(), asked, vocab)
         nearest = int(re.search(r"model.target_params=(\d+)", str(error.value))[1])
-        assert num_params(decoder.weights(sized(BASE, nearest, vocab))) == nearest > COUNTS[asked]
+        assert num_params(decoder.weights(sized(base(), nearest, vocab))) == nearest > COUNTS[asked]
         return
-    cfg = sized(BASE, asked, vocab)
+    cfg = sized(base(), asked, vocab)
     count = num_params(decoder.weights(cfg))
     assert count == by_hand(cfg) and count == pytest.approx(COUNTS[asked], rel=0.03)
-    assert cfg.vocab_size == vocab and cfg.norm_plus_one == BASE.norm_plus_one and cfg.max_positions == 512
+    assert cfg.vocab_size == vocab and cfg.norm_plus_one == base().norm_plus_one and cfg.max_positions == 512
     assert cfg.num_heads * cfg.head_dim == cfg.embed_dim and cfg.num_heads == 4 * cfg.num_kv_heads
     assert 2 * cfg.embed_dim <= cfg.mlp_dim <= 4 * cfg.embed_dim and cfg.query_scale == cfg.head_dim
     assert set(cfg.kinds) == {"global"}, "stories are longer than the window of the bundled model"
@@ -53,7 +57,7 @@ def test_a_number_may_be_written_in_any_way():
 
 
 def test_depth_and_width_grow_together():
-    shapes = [sized(BASE, count, 8192) for count in ("5M", "20M", "60M", "350M", "1.2B", "7B")]
+    shapes = [sized(base(), count, 8192) for count in ("5M", "20M", "60M", "350M", "1.2B", "7B")]
     widths, depths = [cfg.embed_dim for cfg in shapes], [cfg.num_layers for cfg in shapes]
     assert widths == sorted(widths) and depths == sorted(depths)
     assert all(32 <= width / depth <= 128 for width, depth in zip(widths, depths))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -196,7 +197,6 @@ def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):
 # ---- tools in the chat endpoint: the openai package against the templates and the forms of each family
 
 
-openai = pytest.importorskip("openai")
 TOOLS = [
     {
         "type": "function",
@@ -254,7 +254,7 @@ def test_variables_of_a_request_come_before_those_of_the_settings(tokenizers_of,
 @contextmanager
 def serving(tokenizer, say):
     """A client of a server whose model says `say(prompt)`; and the engine."""
-    engine = ScriptedEngine(tokenizer, say)
+    engine, openai = ScriptedEngine(tokenizer, say), pytest.importorskip("openai")
     with (
         listening(engine, Limits("m", 4096, 512, 5000)) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=30) as client,
@@ -358,6 +358,6 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "
 )
 def test_what_cannot_be_done_with_tools_is_named(tokenizers_of, family, settings, field, message):
     with serving(tokenizers_of[family], lambda prompt: "hi") as (client, engine):
-        with pytest.raises(openai.BadRequestError, match=message) as raised:
+        with pytest.raises(sys.modules["openai"].BadRequestError, match=message) as raised:
             ask(client, **settings)
         assert raised.value.body["param"] == field and not engine.asked

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -27,7 +28,7 @@ from tunix_lite.serving.tinker.store import DONE, FAILED, Store, StoreDamaged, T
 from tunix_lite.serving.tinker.work import next_turn
 from tunix_lite.training_clients.data import Datum
 
-pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
 # What the SDK 0.38.0 sends for forward(one datum, "ppo", {"clip_low_threshold": 0.8, "x": "t"}).
 FORWARD = bytes.fromhex(
     "0a03613a6210071a640a100a0e0a0c01000000020000002c01000012300a0d7461726765745f746f6b656e73121f0a180200000000000000"
