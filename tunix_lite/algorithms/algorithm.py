@@ -216,12 +216,17 @@ class Needs:
             )
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether its batches are completions that the policy samples."""
+        return not self.demonstrations
+
+    @property
     def batch_fields(self) -> tuple[str, ...]:
         """Fields of float32 that batches have beside loss_weight: `fields`, or advantages and
         old_logprobs of what was sampled, and ref_logprobs with a reference."""
         if self.fields is not None:
             return self.fields
-        sampled = () if self.demonstrations else ("advantages", "old_logprobs")
+        sampled = ("advantages", "old_logprobs") if self.is_sampled else ()
         return (*sampled, "ref_logprobs") if self.reference else sampled
 
 

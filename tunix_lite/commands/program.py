@@ -136,7 +136,7 @@ def main(
             if text != without_secrets(text):
                 file.write_text(without_secrets(text))
 
-        # None was checked where a value depends on the clock, or is nan, which equals nothing.
+        # Values with ${now:...} or nan are never equal to those checked: they are checked again.
         same = [one for one in checked if one[0] == values]
 
         def start() -> object:

@@ -74,7 +74,7 @@ def forecast(
     share = 1 / algorithm.updates_per_rollout
     seconds: dict[str, float] = {}
     steps = 0
-    if not algorithm.needs.demonstrations:
+    if algorithm.needs.is_sampled:
         # What was compiled reads a block of the widest prompts, and decodes a chunk of all columns.
         block, widest, _ = resolved.sampling_memory.prompt_cache
         widths = prompt_widths(resolved.lengths[0])

@@ -78,8 +78,8 @@ class Engine:
         self.chunk = spec.chunk
         self.widths = prompt_widths(spec.generation.max_prompt_length)
         self.block_sizes, self.cache_blocks = blocks
-        # Conversations that go on together are a matter of the clock, and the columns, too, decide
-        # on the last bits of a sum: there, all are read.
+        # The number of columns changes how sums round. Which conversations go on together is a
+        # matter of time, so these always read all columns.
         self.column_sizes = [spec.max_length]
         if not spec.holds:
             self.column_sizes = kv_cache.column_sizes(

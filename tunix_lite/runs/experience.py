@@ -70,8 +70,8 @@ class ExperienceSource(Protocol):
         updates meanwhile is done; metrics of it."""
         ...
 
-    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
-        """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
+    def evaluate(self, params: Params, patience: float) -> Evaluated:
+        """Evaluates the policy on evaluation.num_examples held-out examples.
         patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
         a signal ends it. params: as of `take`."""
         ...
@@ -138,7 +138,7 @@ class FreshExperience:
         metrics = {} if update else metrics
         return Experience(rows, batch, metrics, graded, self._updates - update, not update)
 
-    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+    def evaluate(self, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
         session = self._session
         settings = session.run.evaluation

@@ -89,10 +89,10 @@ class Learner:
         count = run.algorithm.num_generations
         if self.overlap is not None:
             calls.append(partial(self.overlap.compile_ahead, self.generate, params, **about))
-        elif not needs.demonstrations:
+        elif needs.is_sampled:
             num_prompts = self.resolved.batch.prompts * needs.mini_batches
             calls.append(partial(compile_it, num_prompts, count))
-        if run.loss_examples and not needs.demonstrations:
+        if run.loss_examples and needs.is_sampled:
             calls.append(partial(compile_it, run.loss_examples, count))
 
         # To evaluate: greedy completions, and samples.

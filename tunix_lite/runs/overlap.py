@@ -43,7 +43,7 @@ class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
 
     def __missing__(self, step: int) -> tuple[list[dict], Prompts]:
         task = self._session.task
-        seed = self._session.run.seed % 2**32
+        seed = self._session.run.seed
         examples = task.batch(self.count, seed, step // self._updates)
         # a grader takes neighbours that are one object for one group
         self[step] = [dict(example) for example in examples], task.prompts(examples)

@@ -270,7 +270,7 @@ def prepare(
             theirs = read_fingerprint(RunDir(earlier.parent).fingerprint)
             run = replace(run, task=with_commits_of(theirs, run.task))
     parts = find_parts(run) if checked is None else checked
-    samples = not run.algorithm.needs.demonstrations
+    samples = run.algorithm.needs.is_sampled
     is_sampled = samples or run.evaluation.num_examples
     if checked is None and jax.process_index() == 0 and is_sampled:
         # The first process calls the user's rewards on made-up completions of an example.
@@ -302,7 +302,8 @@ def prepare(
         parts = replace(parts, model=model, frozen_models=frozen_models)
 
     # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
-    # run does not go on in silence where one is missing; of status.json it says what begins anew.
+    # run does not go on in silence where one is missing. If status.json is damaged, it says which
+    # counts begin anew.
     if resume_from is not None:
         differs = check_resumed(parts, RunDir(resume_from.parent), downloads)
         parts = replace(parts, differs=differs)
@@ -500,7 +501,7 @@ def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     algorithm can take."""
     with error_context("task"):
         needs = run.algorithm.needs
-        if not needs.demonstrations and not needs.frozen_models:
+        if needs.is_sampled and not needs.frozen_models:
             rewards = run.task.rewards
             if rewards and all(reward.fn is is_chosen for reward in rewards.values()):
                 raise ValueError(
@@ -516,7 +517,7 @@ def _check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
-        if held_out or not needs.demonstrations:
+        if held_out or needs.is_sampled:
             check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
         check_in_memory(task, task.learned, getattr(run.algorithm, "check_example", None))

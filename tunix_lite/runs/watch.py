@@ -428,9 +428,8 @@ class Watch:
         session = self.session
         step = int(self.state.step)
         patience = 0.0 if is_first else _EVALUATION_PATIENCE
-        evaluation = self.source.evaluate(
-            step, self.learner.policy_params(self.state), patience
-        )
+        params = self.learner.policy_params(self.state)
+        evaluation = self.source.evaluate(params, patience)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or is_due(step, every, session.run.training.max_steps)):
             session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")

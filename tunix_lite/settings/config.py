@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import Algorithm, Needs
+from tunix_lite.algorithms.algorithm import Algorithm, Needs, takes
 from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import (
@@ -279,7 +279,7 @@ class RunConfig:
                 "resumes between two rollouts: training.save_interval_steps="
                 f"{_multiple(every, updates)} training.max_steps={_multiple(last, updates)}"
             )
-        if training.last_batch == "keep" and not self.algorithm.needs.demonstrations:
+        if training.last_batch == "keep" and self.algorithm.needs.is_sampled:
             raise ValueError(
                 "training.last_batch=keep is for algorithms that learn from rows, such as sft: "
                 "completions are sampled for whole batches; set training.last_batch=drop"
@@ -465,7 +465,7 @@ def _check_task(run: RunConfig) -> None:
         )
     advantages = getattr(run.algorithm, "advantages", None)
     compares_turns = run.conversation.credit != "end" and advantages is not None
-    if compares_turns and "whole" in inspect.signature(advantages).parameters:
+    if compares_turns and takes(advantages, "whole"):
         raise ValueError(
             f"conversation.credit={run.conversation.credit} compares turns, and "
             "algorithm.advantages compares whole completions; set conversation.credit=end"
@@ -501,7 +501,7 @@ def _check_overlap(run: RunConfig) -> None:
         "agreeing_groups=replace draws more prompts within one rollout; set "
         "algorithm.agreeing_groups=drop": algorithm.needs.rounds > 1,
         "a conversation is not carried over an update; set rollout.overlap=one_step": (
-            overlap == "carry" and getattr(run.task, "environment", None) is not None
+            overlap == "carry" and run.task.environment is not None
         ),
         stale: run.rollout.is_stale and stale is not None,
         f"max_staleness={staleness} is counted in updates, and a rollout is for "

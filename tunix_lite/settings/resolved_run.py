@@ -205,7 +205,7 @@ class ResolvedRun:
         that has devices of its own, and to evaluate."""
         rollouts = []
         algorithm = self.run.algorithm
-        if not algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
+        if algorithm.needs.is_sampled and self.run.rollout.mesh_shape is None:
             # one rollout is for all of its mini-batches
             prompts = self.batch.prompts * algorithm.needs.mini_batches
             rollouts.append((prompts, algorithm.num_generations))
@@ -213,7 +213,7 @@ class ResolvedRun:
             rollouts.append((count, 1))
             if samples := self.run.evaluation.num_samples:
                 rollouts.append((count, samples))
-        if (count := self.run.loss_examples) and not algorithm.needs.demonstrations:
+        if (count := self.run.loss_examples) and algorithm.needs.is_sampled:
             rollouts.append((count, algorithm.num_generations))
         return tuple(rollouts)
 
@@ -231,13 +231,13 @@ class ResolvedRun:
     @property
     def replays_routes(self) -> bool:
         """Returns whether batches hold the experts that sampled tokens took."""
-        is_sampled = not self.needs.demonstrations
-        return is_sampled and self.cfg.experts is not None and self.run.rollout.replay_routes
+        has_experts = self.cfg.experts is not None
+        return self.needs.is_sampled and has_experts and self.run.rollout.replay_routes
 
     @property
     def converses(self) -> bool:
         """Returns whether an environment answers completions, so that slots are appended to."""
-        return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
+        return self.run.task.environment is not None and self.has_rollouts
 
     @property
     def samples_beside_update(self) -> bool:
@@ -625,7 +625,7 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
             f"top_k={settings.top_k} would change nothing: it leaves no token out of "
             f"vocab_size={cfg.vocab_size}; generation.top_k=0 draws from all tokens"
         )
-    if settings.temperature == 0 and not run.algorithm.needs.demonstrations:
+    if settings.temperature == 0 and run.algorithm.needs.is_sampled:
         raise ValueError(
             "temperature=0.0 must be above 0: a group needs completions that differ"
         )

@@ -346,7 +346,7 @@ class Task:
         key = (id(self.config), *lengths, self.learned)
         if key not in self.looked_at:
             rows = [row for row in train if not self.look(row)]
-            # the settings live as long as their key
+            # Keeps the settings alive: their id is in the key.
             self.looked_at[key] = rows, self.config
         return self.looked_at[key][0]
 

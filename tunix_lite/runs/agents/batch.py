@@ -134,7 +134,7 @@ def settings_for_agents(run: RunConfig) -> RunConfig:
         "algorithm.agreeing_groups=replace": algorithm.agreeing_groups == "replace",
         "algorithm.shaping": algorithm.shaping is not None,
         "algorithm.mask_truncated=true": algorithm.mask_truncated,
-        "task.environment": getattr(run.task, "environment", None) is not None,
+        "task.environment": run.task.environment is not None,
         f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
         f"training.packing={run.training.packing}": run.training.packing not in PACKING,
         # Sequences are packed: micro-batches have tokens, and dropout belongs to one sequence.

@@ -172,7 +172,7 @@ class AgentExperience:
         """See ExperienceSource: agents ask for nothing while the weights change."""
         return {}
 
-    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+    def evaluate(self, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
