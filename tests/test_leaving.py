@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import test_train
 from lingering_reward import leaves_a_child
+from processes import run_together
 from test_train import lines, without_time
 
 from tunix_lite.basics.errors import RunFailed
@@ -149,6 +150,21 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
         found = grading.shared_outcomes((waiting if ours else done, None), "digest", processes)
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
     assert time.monotonic() - began < 20, "the reward would take for ever"
+
+
+@pytest.mark.wide
+def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the_same(tmp_path):
+    """Process 1 has its signal after the second chunk of the second rollout; the next time that all ask each other is
+    seconds later at most, and a rollout of eight tokens in chunks of two may have ended by then."""
+    said = run_together(Path(__file__).with_name("leave_worker.py"), 2, 2, tmp_path, tmp_path / "run", limit=400)
+    for one in said:
+        assert one["step"] in (1, 2) and one["kept"] == [one["step"]] and one["whole"] == 3
+        assert one["said"].startswith("step 3: task.prompt names 'question'") and one["bad"] == [2]
+    first, second = ({k: v for k, v in one.items() if k != "params"} for one in said)
+    assert first == second
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "completed"
+    assert "stopped by SIGTERM" in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():

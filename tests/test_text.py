@@ -5,12 +5,16 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
+import recorded_runs
 import text_worker
 from conftest import random_params, set_mesh
 from recorded_runs import metrics_of
@@ -225,7 +229,7 @@ def alone(tmp_path_factory):
     """A run of three epochs: the corpus, its folder and what it says."""
     folder = tmp_path_factory.mktemp("text")
     corpus = text_worker.write(folder / "corpus.jsonl")
-    return corpus, folder / "alone", text_worker.learn(str(corpus), str(folder / "alone"))
+    return corpus, folder / "alone", text_worker.learn(str(corpus), str(folder / "alone"), "1,1")
 
 
 def test_a_run_of_epochs_takes_every_row_once_and_says_where_it_is(alone):
@@ -255,11 +259,31 @@ def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
     shutil.copytree(f"{folder}-cache", f"{again}-cache")
     steps = sorted(int(path.name) for path in (again / "checkpoints").iterdir() if path.name.isdigit())
     shutil.rmtree(again / "checkpoints" / str(steps[-1]))
-    resumed = text_worker.learn(str(corpus), str(again))
+    resumed = text_worker.learn(str(corpus), str(again), "1,1")
     assert f"resumed from step {steps[-2]}" in (again / "train.log").read_text()
     assert resumed["batches"][1:] == said["batches"][1 + steps[-2] :]
     assert metrics_of(again) == metrics_of(folder)
-    jax.tree.map(np.testing.assert_array_equal, resumed["params"], said["params"])
+    for name, values in said["params"].items():
+        np.testing.assert_array_equal(resumed["params"][name], values, err_msg=name)
+
+
+@pytest.mark.wide
+def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
+    corpus, folder, together = alone[0], tmp_path / "alone", tmp_path / "together"
+    said = text_worker.learn(str(corpus), str(folder), "2,1")
+    both = processes.run_together(text_worker.__file__, 2, 2, tmp_path, str(corpus), str(together), "2,1")
+    for one in both:
+        assert one["batches"] == said["batches"]
+        for name, values in said["params"].items():
+            np.testing.assert_allclose(one["params"][name], values, atol=1e-6, err_msg=name)
+    # After the check before the run, which reads the first batch: each reads the rows of its own device.
+    halves = [one["reads"][4:] for one in both]
+    assert sorted([*halves[0], *halves[1]]) == sorted(row for batch in said["batches"][1:] for row in batch)
+    assert "eval/loss" in metrics_of(together)[-1]
+    for mine, rows in zip(metrics_of(together), metrics_of(folder)):
+        assert mine.keys() == rows.keys()
+        for name, value in rows.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 def test_a_file_in_the_place_of_tokens_is_an_error_and_not_waited_for(tokenizer, tmp_path):
@@ -364,6 +388,41 @@ def test_epochs_in_place_of_steps_are_named_in_words():
     ours, theirs = {"training": {"last_batch": "drop"}}, {"training": {}}
     with pytest.raises(ValueError, match=r"training.epochs: epochs are counted here, updates there\."):
         check_same_run(ours, theirs, "run", force=False)
+
+
+@pytest.mark.wide
+def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
+    """kill -9 in the middle of an epoch, where the text is two files: metrics, arrays and held-out loss are the same."""
+    for name in ("one", "two"):
+        text_worker.write(tmp_path / f"{name}.jsonl")
+    words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
+    run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert recorded_runs.started(run, whole).wait(timeout=300) == 0
+    epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
+    step = next(i for i, epoch in enumerate(epochs, 1) if 1 < epoch < 2)
+    started = recorded_runs.started(run, again)
+    while recorded_runs.last_logged_step(again) <= step + 2:  # a checkpoint within the epoch is there
+        assert started.poll() is None
+        time.sleep(0.02)
+    os.killpg(started.pid, signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL and recorded_runs.last_logged_step(again) < len(epochs)
+    assert recorded_runs.started(run, again).wait(timeout=300) == 0
+    assert "resumed from step" in (again / "train.log").read_text()
+    assert metrics_of(again) == metrics_of(whole) and "eval/loss" in metrics_of(whole)[2]
+    assert recorded_runs.checkpoint_of(again) == recorded_runs.checkpoint_of(whole)
+
+
+@pytest.mark.wide
+def test_tensor_parallelism_learns_the_same_of_text(alone, tmp_path):
+    corpus, folder, said = alone
+    other = text_worker.learn(str(corpus), str(tmp_path / "tp"), "1,2")
+    assert other["batches"] == said["batches"]
+    for name, values in said["params"].items():
+        np.testing.assert_allclose(other["params"][name], values, atol=1e-5, err_msg=name)
+    for mine, rows in zip(metrics_of(tmp_path / "tp"), metrics_of(folder), strict=True):
+        for name in {"eval/loss", "eval/perplexity", "train/loss"} & rows.keys():
+            assert mine[name] == pytest.approx(rows[name], rel=1e-5), name
 
 
 def test_a_run_on_text_is_not_graded_on_the_sums_of_the_default_task(tmp_path):

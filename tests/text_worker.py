@@ -1,13 +1,18 @@
-"""A run on text: which rows it took, and what was learned."""
+"""A run on text, of one process or of several: which rows each took and read, and what was learned.
+
+As a script, it is one of the processes that `processes.run_together` starts.
+"""
 
 import json
 from pathlib import Path
 
 import jax
-import numpy as np
+import processes
+from jax.experimental.multihost_utils import process_allgather
 
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.text import TextTask
+from tunix_lite.tasks.token_files import TokenRows
 from tunix_lite.train import train
 
 RUN = [
@@ -28,20 +33,33 @@ def write(file: Path) -> Path:
     return file
 
 
-def learn(corpus: str, folder: str) -> dict:
-    """Trains into `folder` on one device."""
-    batches = []
-    batch = TextTask.batch
+def learn(corpus: str, folder: str, mesh: str) -> dict:
+    """Trains into `folder` on [[fsdp, tp]] given as "2,1"."""
+    batches, reads = [], []
+    batch, tokens = TextTask.batch, TokenRows.tokens
 
     def taken(task, *arguments):
         made = batch(task, *arguments)
         batches.append([row["row"] for row in made])
         return made
 
-    TextTask.batch = taken
+    def read(rows, row):
+        reads.extend([row] if rows.split == "train" else [])
+        return tokens(rows, row)
+
+    TextTask.batch, TokenRows.tokens = taken, read
     try:
-        places = [f"task.train={corpus}", f"task.cache={folder}-cache", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
+        places = [f"task.train={corpus}", f"task.cache={folder}-cache", f"model.mesh_shape=[[{mesh}],[fsdp,tp]]"]
         state = train(compose([*RUN, *places]), Path(folder))
     finally:
-        TextTask.batch = batch
-    return {"batches": batches, "params": jax.tree.map(np.asarray, state.params)}
+        TextTask.batch, TokenRows.tokens = batch, tokens
+    params = jax.tree_util.tree_leaves_with_path(process_allgather(state.params, tiled=True))
+    return {
+        "batches": batches,
+        "reads": reads,
+        "params": {jax.tree_util.keystr(path): x.ravel()[:: max(1, x.size // 50)] for path, x in params},
+    }
+
+
+if __name__ == "__main__":
+    processes.answer(learn)

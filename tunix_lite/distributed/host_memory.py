@@ -21,7 +21,7 @@ _HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MOST_RESERVED = 64 << 30
 
 # Bytes that a process may have beside what it uses of the heap, between the phases of a step.
-_MOST_UNUSED = 640 << 20
+_MOST_UNUSED = 512 << 20
 
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92

@@ -24,6 +24,8 @@ from tunix_lite.learner.routing import (
     with_expert_metrics,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
+from tunix_lite.models.unfused import unfused_on_cpu
+from tunix_lite.models.vocabulary import gradients_added
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
 
@@ -128,7 +130,11 @@ class TrainStep:
 
         def gradient(rows: RowBatch) -> Sums:
             rows = rows.with_constants(batch.constants)
-            loss = partial(self.objective, frozen=frozen, batch=rows)
+
+            def loss(params: Params) -> LossAndMetrics:
+                with gradients_added(params, total):
+                    return self.objective(params, frozen, rows)
+
             value, pull, metrics = jax.vjp(loss, params, has_aux=True)
             one = jnp.ones_like(value)
             if in_place:
@@ -222,20 +228,27 @@ def apply(
     step is counted."""
     updates, _ = optimizer.update(grads, state.opt_state, state.params)
     norm = optax.tree.norm(grads)
-    size = optax.tree.norm(updates)
+    # On a CPU, the change of one weight after the other: all of them are as large as the weights.
+    changes = jax.tree.map(unfused_on_cpu, updates)
+    size = optax.tree.norm(changes)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
 
-    # XLA for CPUs would keep all new moments until this is known. From masked arrays it makes them
-    # again, in place. Elsewhere both calls have equal arrays, and the compiler makes them once.
-    def masked(arrays: tuple) -> tuple:
-        return jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
+    # XLA for CPUs would keep all changes and moments until this is known. From masked arrays it
+    # makes them again, in place: first the weights, then the moments, which the weights read.
+    # Elsewhere all calls have equal arrays, and the compiler makes each result once.
+    def moved(is_finite: jax.Array) -> TrainState:
+        def masked(arrays: tuple) -> tuple:
+            return jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
 
-    arrays = (grads, state.opt_state, state.params)
-    arrays = jax.lax.platform_dependent(arrays, cpu=masked, default=lambda arrays: arrays)
-    _, opt_state = optimizer.update(*arrays)
-    params = optax.apply_updates(state.params, updates)
-    moved = state.replace(params=params, opt_state=opt_state)
-    new = jax.tree.map(partial(jnp.where, is_finite), moved, state)
+        arrays = (grads, state.opt_state, state.params)
+        arrays = jax.lax.platform_dependent(arrays, cpu=masked, default=lambda arrays: arrays)
+        updates, opt_state = optimizer.update(*arrays)
+        params = optax.apply_updates(state.params, updates)
+        new = state.replace(params=params, opt_state=opt_state)
+        return jax.tree.map(partial(jnp.where, is_finite), new, state)
+
+    params, after = unfused_on_cpu((moved(is_finite).params, is_finite))
+    new = moved(after).replace(params=params)
     metrics = {
         "train/grad_norm": norm,
         "train/update_norm": jnp.where(is_finite, size, 0.0),

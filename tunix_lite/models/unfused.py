@@ -2,24 +2,30 @@
 It removes an `optimization_barrier` before it joins operations, but not a call that must not be
 inlined."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
+# an array, or a tree of arrays
+Arrays = TypeVar("Arrays")
+
 
 @jax.jit
-def _itself(x: jax.Array) -> jax.Array:
+def _itself(x: Arrays) -> Arrays:
     # Without the barrier jax would drop a function that computes nothing.
     return jax.lax.optimization_barrier(x)
 
 
-def unfused(x: jax.Array) -> jax.Array:
-    """x, of any shape and dtype, as the result of a call that XLA does not inline."""
+def unfused(x: Arrays) -> Arrays:
+    """x, an array or a tree of them, as the result of a call that XLA does not inline: what reads
+    one of its arrays runs once all of them are there."""
     with set_xla_metadata(inlineable="false"):
         return _itself(x)
 
 
-def unfused_on_cpu(x: jax.Array) -> jax.Array:
+def unfused_on_cpu(x: Arrays) -> Arrays:
     """x; where a program is compiled for CPUs, `unfused`."""
     return jax.lax.platform_dependent(x, cpu=unfused, default=lambda x: x)
 

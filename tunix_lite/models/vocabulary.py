@@ -3,7 +3,9 @@ w_v) / temperature: logprob = s_token - top - log total, entropy = log total - s
 top). Letters beside B, D and V: M tokens of a row, P parts of the vocabulary, S entries of a block,
 N blocks."""
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,19 +14,25 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from tunix_lite.basics.types import TokenScores
+from tunix_lite.basics.types import Params, TokenScores
 from tunix_lite.models.rounding import stored
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather, parts_of
 
 # what a scan over blocks carries
 T = TypeVar("T")
-# Float32 logits that a device holds at once: 64 MiB.
+# Float32 logits that a device holds at once: 64 MiB, and 16 MiB on a CPU, which has some three
+# arrays of that size and is no slower with smaller products (docs/log.md, 28 November 2026).
 SCORES_AT_ONCE = 2**24
+_ON_CPU = 2**22
 # Below every logit: exp of it is 0.
 BELOW_ALL = -1e30
 # Logical axes of a block: parts of the vocabulary, entries of the block, embedding.
 AXES = ("vocab", "seq", "embed")
+# (number of a block, its gradient [P, S, D]): adds it to a sum
+AddBlock = Callable[[jax.Array, jax.Array], None]
+# weights that train, each with the jax.Ref of the sum of its gradients
+_sums: ContextVar[tuple[tuple[jax.Array, Any], ...]] = ContextVar("sums", default=())
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,45 @@ def token_scores(
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
     table_NPSD = table_in_blocks(table_VD, B * M)
-    return TokenScores(*_token_scores(spec, hidden_BMD, table_NPSD, targets_BM))
+    add = _adder(table_VD, table_NPSD.shape)
+    scores = _token_scores
+    if add is not None:
+        scores = with_gradients(scores_and_totals, _slopes, add)
+    return TokenScores(*scores(spec, hidden_BMD, table_NPSD, targets_BM))
+
+
+@contextlib.contextmanager
+def gradients_added(params: Params, sums: Params) -> Iterator[None]:
+    """Inside, a head whose table is one of these params adds the gradient of each block to the sum
+    of that table, a jax.Ref, as it arises. It has no other gradient then."""
+    weights = jax.tree.leaves(params)
+    totals = jax.tree.leaves(sums)
+    before = _sums.set(tuple(zip(weights, totals)))
+    try:
+        yield
+    finally:
+        _sums.reset(before)
+
+
+def _adder(table_VD: jax.Array, shape: tuple[int, ...]) -> AddBlock | None:
+    """What adds a block's gradient to the sum of this table's; None if there is no such sum, or if
+    blocks of this shape [N, P, S, D] are no slices of the table."""
+    total = next((total for weight, total in _sums.get() if weight is table_VD), None)
+    N, P, S, _ = shape
+    if total is None or P > 1 or len(table_VD) != N * S:
+        return None
+
+    def add(number: jax.Array, of_block_PSD: jax.Array) -> None:
+        def block_of(table_VD: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(table_VD, number * S, S)
+
+        # jax adds the gradient of a slice in place; nothing reads these zeros
+        zeros_VD = jnp.zeros(total.shape, total.dtype)
+        _, pull = jax.vjp(block_of, zeros_VD)
+        of_block_SD = of_block_PSD.squeeze(0)
+        pull.with_refs(total)(of_block_SD)
+
+    return add
 
 
 def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> HeadSpec:
@@ -69,17 +115,19 @@ def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
     share = V // parts
 
     # Pad each part to whole blocks, and put the blocks first, to scan over them.
-    blocks = num_blocks(share, tokens // parts_of("batch"))
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    blocks = num_blocks(share, tokens // parts_of("batch"), device and device.platform)
     size = -(-V // (parts * blocks))
     padding = ((0, 0), (0, blocks * size - share), (0, 0))
     table_PXD = jnp.pad(table_VD.reshape(parts, share, D), padding)
     return table_PXD.reshape(parts, blocks, size, D).swapaxes(0, 1)
 
 
-def num_blocks(vocabulary: int, tokens: int) -> int:
-    """Counts the blocks that a part of the vocabulary is cut into; a number that divides it, if one
-    is near."""
-    needed = -(-vocabulary * tokens // SCORES_AT_ONCE)
+def num_blocks(vocabulary: int, tokens: int, platform: str | None = None) -> int:
+    """Counts the blocks that a part of the vocabulary is cut into on this platform (None: any but a
+    CPU); a number that divides it, if one is near."""
+    at_once = min(SCORES_AT_ONCE, _ON_CPU) if platform == "cpu" else SCORES_AT_ONCE
+    needed = -(-vocabulary * tokens // at_once)
     wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)
     # A divisor needs no padding, which would be multiplied in vain.
@@ -157,11 +205,13 @@ def scan_blocks(
 def with_gradients(
     forward: Callable[..., tuple[Any, tuple]],
     slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
+    add: AddBlock | None = None,
 ) -> Callable[..., Any]:
     """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function that gives
     the results and has gradients of hidden and table. slopes(spec, others, sums, cotangents) ->
     (function, tables): function(products of a block, (its number, its table, those of `tables`)) is
-    the cotangent of these products."""
+    the cotangent of these products. add: gets the gradient of each block; None: the function gives
+    that of the table."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def results(
@@ -204,7 +254,8 @@ def with_gradients(
             if trains is None:
                 return total, None
             of_block = product("bmps,bmd->psd", slope, hidden_BMD)
-            return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+            of_block = constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+            return total, add(block[0], of_block) if add else of_block
 
         total, of_table = scan_blocks(one_block, zeros_PBMD, table_NPSD, *tables)
         of_hidden = jnp.sum(total, axis=0).astype(hidden_BMD.dtype)

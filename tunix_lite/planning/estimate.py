@@ -488,7 +488,7 @@ class MemoryEstimate:
         scored = rows * (in_a_row or resolved.rows.num_scored)
 
         # the head runs over blocks of the vocabulary, as many as keep the scores small
-        blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
+        blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored, resolved.platform)
         scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
         hidden = 6 * scored * cfg.embed_dim
         table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
