@@ -141,11 +141,27 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
 
 
 def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):
-    machines = [replace(machine(None), process_bytes=size) for size in (0, 700)]
-    without, with_it = (plan.assemble_plan(one, case_of(cfg), {}) for one in machines)
-    assert with_it.resident == without.resident | {"process": 700}
-    assert with_it.peak_bytes == without.peak_bytes + 700
-    assert attached_machine().process_bytes * jax.local_device_count() == 800_000_000
+    """Libraries and programs stay. What the compiler freed serves the rollout, and stays free beside the update."""
+    there = plan.assemble_plan(machine(None), case_of(cfg), {})
+    rollout, *others = there.phases
+    freed = rollout.added_bytes + 50
+    with_it = plan.assemble_plan(replace(machine(None), process_bytes=700, compiler_bytes=freed), case_of(cfg), {})
+    # 3 layers; prompts of up to 10 tokens are read in one width, and the cache has 22 columns: two programs
+    programs = (60_000_000 + 3 * 2 * 1_800_000) // jax.local_device_count()
+    assert with_it.resident == there.resident | {"process": 700, "programs": programs}
+    more = {one.name: after.added_bytes - one.added_bytes for one, after in zip(there.phases, with_it.phases)}
+    assert more == {"rollout": 50} | {phase.name: freed for phase in others}
+    here = attached_machine()
+    count = jax.local_device_count()
+    assert (here.process_bytes, here.compiler_bytes) == (320_000_000 // count, 310_000_000 // count)
+
+
+def test_an_evaluation_takes_the_place_of_the_weights_that_were_loaded(cfg):
+    parts = {"parameters": 100, "optimizer": 200, "process": 30, "programs": 7}
+    for cache, peak in ((60, 30 + 7 + 90 + 100), (160, 30 + 7 + 90 + 5 + 160)):
+        phase = plan.Phase("rollout", "estimate", {"weights to sample": 90, "cache": cache, "prompts": 5})
+        made = plan.Plan(machine(None), case_of(cfg), parts, (phase,))
+        assert made.evaluation_bytes == peak
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):

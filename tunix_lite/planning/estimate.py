@@ -20,7 +20,8 @@ from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
 from tunix_lite.models.weights import Weight, is_quantized
-from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
+from tunix_lite.rollout.cache import column_sizes
+from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS, prompt_widths
 from tunix_lite.rollout.memory import SamplingMemory, slots_that_fit, weights_that_fit
 from tunix_lite.settings.resolved_parts import optimizer_of
 from tunix_lite.settings.resolved_run import ResolvedRun
@@ -75,6 +76,18 @@ class MemoryEstimate:
             return 0
         kinds = self.resolved.cfg.kinds_of_weights
         return 150_000_000 + 6_000_000 * len(kinds) + 17_000_000 * kinds.count("delta")
+
+    def code_in_process(self) -> int:
+        """The bytes of all programs in the process of a CPU: the update, a loop over layers, and
+        of sampling, with all layers, one for each width of prompts and number of columns. As XLA
+        made them of SmolLM2 135M and Gemma 3 270M (docs/log.md, 28 November 2026)."""
+        size = 60_000_000
+        if self.resolved.has_rollouts:
+            longest, new = self.resolved.lengths
+            columns = column_sizes(longest + new, longest)
+            count = len(prompt_widths(longest)) + len(columns)
+            size += 1_800_000 * self.resolved.cfg.num_layers * count
+        return size
 
     # ---- sampling
 

@@ -16,10 +16,11 @@ from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.host_memory import GPU_SHARE
 
 GiB = 2**30
-# What a process takes of a CPU's memory beside weights and temporaries: Python, jax and other
-# libraries, compiled programs, and freed memory that it keeps. Measured with SmolLM2 (docs/log.md,
-# 27 November 2026).
-_PROCESS_BYTES = 800_000_000
+# What Python, jax and other libraries take of a CPU's memory: pages of their files 0.17 GB, and
+# objects, a tokenizer among them (docs/log.md, 28 November 2026).
+_PROCESS_BYTES = 320_000_000
+# What XLA's compiler takes for an update, and then frees; the process keeps it.
+_COMPILER_BYTES = 310_000_000
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ class Machine:
     # bytes that the programs of a run can have on a device; None: nobody knows
     capacity: int | None
     capacity_is: str = ""  # in words
-    # of a device, what the process itself takes there
+    # of a device, what libraries take there, and what the compiler has freed
     process_bytes: int = 0
+    compiler_bytes: int = 0
 
 
 @error_context("target")
@@ -286,6 +288,7 @@ def attached_machine() -> Machine:
     on_cpu = device.platform == "cpu"
     # a program that one device refuses ends the run on all
     limits = allgather_values(memory_limit(device))
+    of_process = (_PROCESS_BYTES, _COMPILER_BYTES)
     return Machine(
         "attached",
         device.platform,
@@ -293,5 +296,5 @@ def attached_machine() -> Machine:
         of_device(device),
         None if None in limits else min(limits),
         "physical memory" if on_cpu else "what the runtime allows",
-        _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
+        *(size // jax.local_device_count() for size in of_process if on_cpu),
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
@@ -78,6 +80,16 @@ class Plan:
         return sum(size for part, size in self.resident.items() if part != _PROGRAMS)
 
     @property
+    def evaluation_bytes(self) -> int:
+        """The peak of `tunix-lite evaluate` with the rollout of this plan. The weights as they were
+        loaded are freed before it, and what it takes beside its own weights lies in their place."""
+        adds = next(phase.adds for phase in self.phases if phase.name == "rollout")
+        loaded = sum(self.resident.get(part, 0) for part in ("parameters", "frozen base"))
+        beside = sum(adds.values()) - adds["weights to sample"]
+        of_process = self.resident.get("process", 0) + self.resident.get(_PROGRAMS, 0)
+        return of_process + adds["weights to sample"] + max(loaded, beside)
+
+    @property
     def fullest(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.added_bytes)
 
@@ -122,7 +134,9 @@ def assemble_plan(
     code = sum(program.code_bytes for program in done.values())
     code = code if done else estimate.code()
     with_code = resident | ({_PROGRAMS: code} if code else {})
-    with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
+    if machine.process_bytes:
+        in_process = estimate.code_in_process() // jax.local_device_count()
+        with_code |= {"process": machine.process_bytes, _PROGRAMS: in_process}
 
     # The phases of a step, in their order.
     made = {}
@@ -171,6 +185,14 @@ def assemble_plan(
             # a refused program needs no less than the formula says
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
+
+    # The compiler freed blocks that a rollout takes again, but no temporaries of an update, which
+    # are one block.
+    if machine.compiler_bytes:
+        for name, (source, adds) in made.items():
+            taken = sum(adds.values()) if name == "rollout" else 0
+            freed = max(0, machine.compiler_bytes - taken)
+            made[name] = source, adds | {"freed by the compiler": freed}
 
     phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
     messages = tuple(map(str, refused))
