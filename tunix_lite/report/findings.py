@@ -427,7 +427,8 @@ def _evaluation_falls(run: Evidence) -> _Shown:
 )
 def _held_out_in_train(run: Evidence) -> _Shown:
     data = run.status.get("data")
-    data = data if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        data = {}
     both = data.get("held_out_in_train")
     count = data.get("held_out")
     if not _is_count(both) or not _is_count(count) or both > count:

@@ -161,7 +161,7 @@ def _fitting(
 ) -> _Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)
-    overrides: tuple[str, ...] = ()
+    overrides = ()
     if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
     elif known is not None or len(each.ours) == 1:
@@ -282,9 +282,9 @@ def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
     parser takes no override behind a flag that comes behind an override. ours: our flags, and how
     many words follow each. Raises ConfigError for other flags, as `--lr 1e-5`, with the settings
     that they would be, `lr=1e-5`."""
-    mine: list[str] = []
-    others: list[str] = []
-    foreign: list[str] = []
+    mine = []
+    others = []
+    foreign = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
