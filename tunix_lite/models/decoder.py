@@ -305,7 +305,9 @@ def by_layer(
         # Adapters may be those of some stacks only.
         of_stack = layers if stack is None else layers.get(stack, {})
         leaves, structure = jax.tree.flatten(of_stack)
-        by_number = zip(*(parts(x, count) for x in leaves)) if leaves else [()] * count
+        by_number = [()] * count
+        if leaves:
+            by_number = zip(*(parts(x, count) for x in leaves))
         of_stacks[stack] = map(structure.unflatten, by_number)
     return [next(of_stacks[stack]) for stack in stack_of_layers(cfg)]
 

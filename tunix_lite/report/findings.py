@@ -307,8 +307,12 @@ def _reward_exploited(run: Evidence) -> _Shown:
     if not climbs or not judges or not all(stands):
         return None
     shown = [str(series) for series in (reward, *judges)]
-    wrong = [row for row in run.sampled if row.get("correct") is False]
-    if wrong := [row for row in wrong if is_number(row.get("reward"))]:
+    wrong = [
+        row
+        for row in run.sampled
+        if row.get("correct") is False and is_number(row.get("reward"))
+    ]
+    if wrong:
         best = max(wrong, key=lambda row: row["reward"])
         text = excerpt(best.get("completion", ""), 100)
         shown.append(f"a wrong completion with the reward {best['reward']:.3g}: {text}")

@@ -86,8 +86,8 @@ class ApiChoice:
 
     def _stop_at(self) -> int | None:
         """The place at which the first stop text begins in what is held."""
-        places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
-        return min(places, default=None)
+        places = [self.held.find(text) for text in self.stop]
+        return min((place for place in places if place >= 0), default=None)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ class CallReader:
         """The text that is part of no call, as far as one can know."""
         self._text += text
         text = self._text
-        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
+        places = [text.find(mark) for mark in _MARKS]
+        marks = [place for place in places if place >= 0]
         end = min(marks, default=len(text))
         if not marks:
             # The last characters may be the beginning of a mark.

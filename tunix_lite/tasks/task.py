@@ -701,7 +701,8 @@ class Grader:
         # rewards, weighted; one that failed counts 0, or drops its completion
         weights = config.weights
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
+        names = [_of(name) for name in config.rewards]
+        kinds = [[one[name].kind for name in names] for one in outcomes]
         by_turn = []
         if conversations is not None:
             by_turn = turn_rewards(rollout, task.conversation)
