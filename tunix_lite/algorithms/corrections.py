@@ -97,7 +97,7 @@ def corrected_gain(
     (off-policy sequence mask, DeepSeek-V3.2, arXiv:2512.02556); and returns the share of the
     latter."""
     batch = terms.batch
-    metrics: Metrics = {}
+    metrics = {}
     if STREAM_NAME in batch.streams:
         gain = gain._replace(gain=gain.gain * batch.streams[STREAM_NAME])
     if off_policy_delta is not None:

@@ -280,7 +280,7 @@ def sample_mixed_groups(
 
     # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
     # and counts are summed.
-    metrics: Metrics = {}
+    metrics = {}
     by_round = [groups.metrics for groups in rounds]
     for name in by_round[0]:
         values = [one[name] for one in by_round if name in one]

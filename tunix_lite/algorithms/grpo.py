@@ -173,7 +173,7 @@ class GRPO(Objective):
     ) -> LossAndMetrics:
         """Adds the KL term, and takes off the entropy of what each token is drawn from."""
         weight_RW = terms.batch.loss_weight
-        metrics: Metrics = {}
+        metrics = {}
         if self.kl_coef:
             kl_RW = kl.token_kl(self.kl_estimator, terms)
             metrics["train/kl"] = jnp.sum(weight_RW * kl_RW)

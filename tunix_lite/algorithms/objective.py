@@ -143,7 +143,7 @@ class Objective:
         self._check_functions()
 
         # A setting that changes nothing is a mistake, too.
-        idle: dict[str, str] = {}
+        idle = {}
         if not takes(self.surrogate, "bounds"):
             why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
             idle |= dict.fromkeys(("clip_low", "clip_high"), why)

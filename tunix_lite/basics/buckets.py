@@ -123,16 +123,6 @@ def bring(
         if not there and not is_mine:
             raise ValueError(f"{address}: the bucket has nothing of that name")
 
-        # Files are compared by what the store and this disk say of them.
-        def now(name: str) -> list:
-            info = there[name]
-            tags = [str(info.get(key)) for key in ("ETag", "generation", "mtime", "size")]
-            path = place / name
-            if not path.is_file():
-                return [tags, None]
-            stat = path.stat()
-            return [tags, [stat.st_size, stat.st_mtime_ns]]
-
         file.seek(0)
         known = {}
         # A kill may have cut it off.
@@ -153,7 +143,7 @@ def bring(
         stays = []
         for name in there:
             is_ours = is_newer and (place / name).is_file()
-            if is_ours or known.get(name) == now(name):
+            if is_ours or known.get(name) == _state(place / name, there[name]):
                 stays.append(name)
         matching = {name for pattern in only for name in fnmatch.filter(there, pattern)}
         wanted = sorted(matching.difference(stays))
@@ -176,8 +166,18 @@ def bring(
             part.replace(place / name)
         half.rmdir()
         file.truncate(0)
-        file.write(json.dumps({name: now(name) for name in {*stays, *wanted}}))
+        states = {name: _state(place / name, there[name]) for name in {*stays, *wanted}}
+        file.write(json.dumps(states))
     return place
+
+
+def _state(file: Path, info: dict) -> list:
+    """What the store and this disk say of a file, by which two of them are compared."""
+    tags = [str(info.get(key)) for key in ("ETag", "generation", "mtime", "size")]
+    if not file.is_file():
+        return [tags, None]
+    stat = file.stat()
+    return [tags, [stat.st_size, stat.st_mtime_ns]]
 
 
 def send(place: Path, since: float = 0.0, half: Path | None = None) -> None:

@@ -60,7 +60,7 @@ def _hint(error: Exception, module: str, name: str) -> str:
     """Suggests a remedy for a module that Python does not find, or for a name that it does not
     have."""
     top = module.partition(".")[0]
-    near: list[str] = []
+    near = []
     # The module itself may be there, and miss another one.
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         # the usual mistake: the file lies beside the person, and not on the path

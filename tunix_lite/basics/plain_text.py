@@ -68,7 +68,8 @@ def shortened(value: object) -> str:
     """`repr` of a row or a text in one line; if SHOWN characters are too few, with its length."""
     is_text = type(value) is str
     # Cut first, as `repr` would copy all of a long text.
-    written = repr(value[: SHOWN + 1] if is_text else value).replace("\n", " ")
+    part = value[: SHOWN + 1] if is_text else value
+    written = repr(part).replace("\n", " ")
     if len(written) <= SHOWN:
         return visible(written)
     length = len(value) if is_text else len(written)

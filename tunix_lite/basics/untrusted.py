@@ -208,12 +208,12 @@ def _reason(error: Exception) -> str:
 def is_deeper(value: object, most: int) -> bool:
     """Returns whether more than `most` lists and objects are in one another."""
     # Level by level: recursion would end with an error of its own where the input is deep.
-    level = [value] if isinstance(value, (dict, list)) else []
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
         inside = []
         for outer in level:
             items = outer.values() if isinstance(outer, dict) else outer
-            inside += [item for item in items if isinstance(item, (dict, list))]
+            inside += [item for item in items if isinstance(item, dict | list)]
         level = inside
         if not level:
             return False

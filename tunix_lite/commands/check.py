@@ -117,7 +117,8 @@ def _in_time(name: str, fix: str, seconds: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fail((str(error).strip().splitlines() or [type(error).__name__])[0])
+        lines = str(error).strip().splitlines()
+        fail(lines[0] if lines else type(error).__name__)
     finally:
         timer.cancel()
         faulthandler.cancel_dump_traceback_later()

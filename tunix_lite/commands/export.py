@@ -36,7 +36,8 @@ def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
     ConfigError."""
     has_adapters = bool(run.model.lora.rank or run.model.lora.adapter)
     name = "adapter" if has_adapters else "full"
-    name = name if settings.kind == "auto" else settings.kind
+    if settings.kind != "auto":
+        name = settings.kind
     out = Path(settings.out or Path(settings.checkpoint) / "export" / name).expanduser()
 
     # Adapters are trained in float32; the exported dtype is chosen when they are written.

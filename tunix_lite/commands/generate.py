@@ -56,7 +56,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
         _talk(run, settings)
         return
     limits = None
-    prompts: list[Prompt] = [settings.prompt]
+    prompts = [settings.prompt]
     if settings.prompts is not None:
         file = Path(settings.prompts).expanduser()
         prompts, limits = read_prompts(file, run.generation.max_new_tokens)
@@ -205,14 +205,15 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
         raise ConfigError(f"prompts: {file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
-    prompts: list[Prompt] = []
+    prompts = []
     limits = []
     for number, line in lines:
         where = f"prompts: {file}, line {number}"
         with error_context(where):
             row = parse_json(line, DEEPEST)
         # a line that is only a text is a prompt, too
-        row = row if isinstance(row, dict) else {"prompt": row}
+        if not isinstance(row, dict):
+            row = {"prompt": row}
         prompt = row.get("prompt", row.get("messages"))
         is_messages = isinstance(prompt, list) and all(
             isinstance(message, dict) for message in prompt

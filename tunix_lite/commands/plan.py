@@ -151,13 +151,12 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     """Raises ConfigError, with the command to paste, if the run was started with other settings
     than those among these words of the command line."""
     started = read_overrides(as_path(folder), []) or []
-    of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    here = [word for word in words if "=" in word and not word.startswith(("-", *of_plan))]
+    of_plan = ("-", *(f"{field.name}=" for field in fields(PlanConfig)))
+    here = [word for word in words if "=" in word and not word.startswith(of_plan)]
     # where it wrote, and how it reported, changes no plan
-    ours, there = (
-        [one for one in run if not one.startswith(_NO_MATTER)] for run in (here, started)
-    )
-    if set(ours) != set(there):
+    ours = {one for one in here if not one.startswith(_NO_MATTER)}
+    there = [one for one in started if not one.startswith(_NO_MATTER)]
+    if ours != set(there):
         others = [word for word in words if word not in here]
         raise ConfigError(
             f"verify={folder}: the run was started with other settings: "

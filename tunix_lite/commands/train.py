@@ -55,7 +55,7 @@ def check(run: RunConfig, folder: Path) -> Parts:
     if not run.runtime.dry_run:
         keep_programs(run.runtime.program_cache)
     join(run)
-    seen: dict[str, str] = {}
+    seen = {}
     error = None
     with exit_when_a_peer_is_lost():
         with error_context("hydra.run.dir", RunFailed):
@@ -98,7 +98,7 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
     sizes = dict(parts.mesh.shape)
     machine = find_machine("attached")
     plan = planning.estimated(run, machine, model.cfg, model.lora, sizes)
-    messages: list[str] = []
+    messages = []
     check_fits(plan, messages.append)
     title, rows = parts.summary(run_dir)
     shown = [(name, text) for name, text in rows if name != "outputs"]

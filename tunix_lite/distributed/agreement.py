@@ -108,7 +108,7 @@ def digests_of_code(settings: object) -> dict[str, str]:
     rewards above all. Comments and blank lines do not count."""
     if isinstance(settings, dict | list | tuple):
         values = settings.values() if isinstance(settings, dict) else settings
-        digests: dict[str, str] = {}
+        digests = {}
         for value in values:
             digests |= digests_of_code(value)
         return digests

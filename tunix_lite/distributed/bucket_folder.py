@@ -128,7 +128,7 @@ class BucketFolder:
         """Takes the lease. dead: an owner on this machine that is known to be dead. Raises
         ValueError if another owner lives for `timeout` seconds."""
         started = since = time.monotonic()
-        seen: dict = {}
+        seen = {}
         while True:
             number, last = self._newest()
             other = last.get("owner")

@@ -216,7 +216,7 @@ def _supervise(
     cannot be started again; "": it can. Raises OSError if a process cannot be started."""
     # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-    signals: list[int] = []
+    signals = []
     for number in _HANDED_ON:
         # nohup has SIGHUP ignored, and so do we.
         if signal.getsignal(number) is not signal.SIG_IGN:

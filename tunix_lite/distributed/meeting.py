@@ -83,7 +83,8 @@ def meet(
     local = is_loopback(host)
     # The others may come by either protocol.
     both = not local and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or (local and ":" in host) else socket.AF_INET
+    is_v6 = both or (local and ":" in host)
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     address = (host if local else "", int(port))
     try:
         server = socket.create_server(
@@ -116,8 +117,8 @@ def _call_roll(
     came = {0: own}
     # those that wait for an answer, each with the thread that hears it
     connections: dict[socket.socket, threading.Thread] = {}
-    errors: list[str] = []
-    strangers: list[str] = []
+    errors = []
+    strangers = []
 
     def hear(connection: socket.socket) -> None:
         """Notes the report of a connection, until the other side hangs up."""

@@ -204,7 +204,8 @@ class Stopping:
 
         # Is it time to ask? All agree on the number of chunks, as it follows from the slowest.
         now = time.monotonic()
-        self._asked = now if self._asked is None else self._asked
+        if self._asked is None:
+            self._asked = now
         self._chunks += 1
         if self._chunks < self._every:
             return

@@ -127,7 +127,8 @@ def read_turn(value: object) -> Turn:
     number = 0.0 if reward is None else math.nan
     with contextlib.suppress(OverflowError, TypeError, ValueError):
         # A text such as "1" has no such method, though float() would read it.
-        number = float(reward) if hasattr(reward, "__float__") else number
+        if hasattr(reward, "__float__"):
+            number = float(reward)
     # Not `>`: every comparison with NaN is false.
     if not abs(number) <= MOST_REWARD:
         raise NotATurn(

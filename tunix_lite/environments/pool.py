@@ -172,7 +172,8 @@ class _Call:
             turn = None
             if not kind and answer is not None:
                 turn = Turn(**answer["turn"])
-                turn = None if turn.observation is None else turn
+                if turn.observation is None:
+                    turn = None
             if kind:
                 self._fail(kind, answer, at)
             elif answer is None:

@@ -105,7 +105,8 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     for value in values:
         call = value if isinstance(value, dict) else {}
         # some models wrap a call as the API does
-        call = call["function"] if isinstance(call.get("function"), dict) else call
+        if isinstance(call.get("function"), dict):
+            call = call["function"]
         name = call.get("name")
         keys = [key for key in ARGUMENTS if key in call]
         # An object with a name and other fields may be an answer.

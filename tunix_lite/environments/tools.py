@@ -105,7 +105,8 @@ class ToolEnvironment:
                     text = str(tools[call.name](**call.arguments))
                 except Exception as error:
                     problem = f"{type(error).__name__}: {message_of(error)}"
-            text = f"Error: {problem}" if problem else text
+            if problem:
+                text = f"Error: {problem}"
             more = len(text) - self.max_result
             if more > 0:
                 text = f"{text[: self.max_result]}... and {more} more characters"

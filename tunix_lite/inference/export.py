@@ -381,8 +381,10 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
     ids = {"pad_token_id": source.tokenizer.pad_id}
     written = read_object(file) if file.is_file() else ids
     # others read the ends of a completion here, and a template may write more of them
-    named = written.get("eos_token_id")
-    if set(named if isinstance(named, list) else [named]) != set(source.tokenizer.eos_ids):
+    ends = written.get("eos_token_id")
+    if not isinstance(ends, list):
+        ends = [ends]
+    if set(ends) != set(source.tokenizer.eos_ids):
         written["eos_token_id"] = list(source.tokenizer.eos_ids)
         file.write_text(json.dumps(written, indent=2) + "\n")
 
@@ -403,7 +405,9 @@ def _describe(
     run = None
     if model.run is not None:
         parts = model.run.resolve().parts
-        begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
+        begin = len(parts) - 1
+        if "outputs" in parts:
+            begin = parts.index("outputs") + 1
         run = "/".join(parts[begin:])
     # A damaged file is no reason to stop: nothing depends on its content.
     try:

@@ -125,7 +125,7 @@ class LanguageModel:
 
         # The sampler gives all running requests after each chunk; those that have ended have a
         # reason.
-        ended: list[Completion] = []
+        ended = []
         for requests in self._sample(
             prompts, generation, num_generations, seed, settings, max_new_tokens
         ):

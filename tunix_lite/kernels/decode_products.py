@@ -171,7 +171,8 @@ def _product(
     widths = [x.shape[1] for x in weights_SO[::of_group]]
     tile = _tile_of(B, S, sum(widths), most_parts)
     # Parts are added up outside, so they stay unrounded until then.
-    dtype = dtype if tile.parts == 1 else jnp.float32
+    if tile.parts != 1:
+        dtype = jnp.float32
     out = jax.ShapeDtypeStruct((tile.parts, B, sum(widths)), dtype)
     inputs = (x_BS, *weights_SO)
 

@@ -418,6 +418,11 @@ class Architecture:
 
 def repeated(entries: Sequence[Any]) -> tuple[Any, ...]:
     """The shortest sequence that, repeated and cut at the end, gives these entries."""
+    entries = tuple(entries)
     count = len(entries)
-    periods = (tuple(entries[:size]) for size in range(1, count + 1))
-    return next(p for p in periods if (p * (count // len(p) + 1))[:count] == tuple(entries))
+    for size in range(1, count):
+        period = entries[:size]
+        times = count // size + 1
+        if (period * times)[:count] == entries:
+            return period
+    return entries

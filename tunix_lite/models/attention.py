@@ -360,7 +360,8 @@ def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
     K = x_BSKH.shape[2]
     parts = parts_of("heads")
     copies = parts // math.gcd(K, parts)
-    x_BSKH = jnp.repeat(x_BSKH, copies, axis=2) if copies > 1 else x_BSKH
+    if copies > 1:
+        x_BSKH = jnp.repeat(x_BSKH, copies, axis=2)
     return constrain(x_BSKH, "batch", "seq", "heads", "head_dim")
 
 

@@ -73,14 +73,15 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     # Where a layer is local and needs it, Architecture raises an error.
     hf.setdefault("sliding_window", None)
     types = {of: get_type_hints(kind) for of, kind in {"": Architecture, **PARTS}.items()}
-    values: dict[str, Any] = {}
+    values = {}
     for name, key in family.keys.items():
         part, _, inner = name.rpartition(".")
         # only some models of Gemma 4 have experts
         if part == "experts" and not hf.get("enable_moe_block", True):
             continue
         value = as_number(hf[key], key, types[part][inner])
-        (values.setdefault(part, {}) if part else values)[inner] = value
+        holder = values.setdefault(part, {}) if part else values
+        holder[inner] = value
     for part, kind in PARTS.items():
         if part in values:
             own = family.expert_flags if part == "experts" else {}
@@ -169,7 +170,9 @@ def _one_rope(
                 "one setting in two spellings; delete the one that does not hold"
             )
     # A default is for what neither names.
-    return ({} if newer else {"rope_theta": family.absent[theta_key]}) | newer | older
+    if not newer:
+        return {"rope_theta": family.absent[theta_key]} | older
+    return newer | older
 
 
 def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
@@ -214,7 +217,9 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         rope = {"attention_factor": math.sqrt(1 + grown / math.log(lengths[LENGTH]))} | rope
     if kind == "yarn":
         scales = [as_number(rope.get(x) or 0, x, float) for x in ("mscale", "mscale_all_dim")]
-        one, other = (1 + 0.1 * scale * grown for scale in (scales if all(scales) else (1, 0)))
+        if not all(scales):
+            scales = [1, 0]
+        one, other = (1 + 0.1 * scale * grown for scale in scales)
         absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
         rope = absent | {"attention_factor": one / other, "truncate": True} | rope
     field, keys = ROPES[kind]
@@ -228,7 +233,7 @@ def as_computed(cfg: Architecture) -> Architecture:
     """The architecture without what no layer uses, so that two that compute the same are equal."""
     pattern = repeated(cfg.kinds)
     # the layers compute the same, whatever is read of them
-    unused: dict[str, Any] = {"output": "logits"}
+    unused = {"output": "logits"}
     if cfg.longrope is not None:
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:

@@ -305,7 +305,9 @@ def by_layer(
         # Adapters may be those of some stacks only.
         of_stack = layers if stack is None else layers.get(stack, {})
         leaves, structure = jax.tree.flatten(of_stack)
-        by_number = zip(*(parts(x, count) for x in leaves)) if leaves else [()] * count
+        by_number = [()] * count
+        if leaves:
+            by_number = zip(*(parts(x, count) for x in leaves))
         of_stacks[stack] = map(structure.unflatten, by_number)
     return [next(of_stacks[stack]) for stack in stack_of_layers(cfg)]
 
@@ -735,7 +737,8 @@ def attention_part(
     else:
         q_BTNH, *kv = products.qkv(x_BTD, w)
     # Keys may be the values, too. A layer that has neither reads those of another one.
-    kv = kv * 2 if len(kv) == 1 else kv
+    if len(kv) == 1:
+        kv = kv * 2
     if cfg.qkv_bias:
         q_BTNH, *kv = (
             # The bias is repeated for all tokens and then rounded, so that its gradient is summed
@@ -751,13 +754,15 @@ def attention_part(
         return products.out(out_BTNH, w), extra
     if cfg.qk_norm:
         q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
-        kv = [_norm_heads(kv[0], w["k_norm"], cfg), kv[1]] if kv else kv
+        if kv:
+            kv = [_norm_heads(kv[0], w["k_norm"], cfg), kv[1]]
     if cfg.value_norm and kv:
         kv = [kv[0], norm(kv[1], None, cfg)]
     if is_rotated:
         sin_cos, query_scale = angles[:2], angles[2:]
         q_BTNH = rope(q_BTNH, sin_cos)
-        kv = [rope(kv[0], sin_cos), kv[1]] if kv else kv
+        if kv:
+            kv = [rope(kv[0], sin_cos), kv[1]]
         if query_scale:
             q_BTNH = stored(wide(q_BTNH) * query_scale[0], q_BTNH.dtype)
 

@@ -92,7 +92,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         )
 
     # Numbers that have a key of their own.
-    config: dict[str, Any] = {"model_type": MODEL_TYPES[name]}
+    config = {"model_type": MODEL_TYPES[name]}
     for key, (own, kind) in KEYS.items():
         config[key] = file.value(f"{name}.{own}", kind)
     optional = OPTIONAL_KEYS | (GEMMA_KEYS if name in LAYERS_OF_27B else {})

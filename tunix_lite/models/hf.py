@@ -716,7 +716,7 @@ def write_shards(
     """Writes tensor(name) of each name into files of up to 5 GB, with an index if there are
     several. sizes: bytes by name, in the order to write."""
     # Which tensors go into which file.
-    shards: list[list[str]] = [[]]
+    shards = [[]]
     filled = 0
     for name, size in sizes.items():
         # a tensor larger than the limit has a file of its own

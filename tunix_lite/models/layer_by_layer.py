@@ -52,7 +52,8 @@ def per_layer_params(
         merge = partial(dense, inputs=1, dtype=dtype)
         for name, one in declared.items():
             if isinstance(w[name], Lora):
-                w[name] = (jax.vmap(merge) if one.num_counted else merge)(w[name])
+                merge_all = jax.vmap(merge) if one.num_counted else merge
+                w[name] = merge_all(w[name])
         # One product in place of three, which costs a CPU the most where it has few rows.
         widths = [x.shape[-1] for name, x in declared.items() if name in "qkv"]
         if len(widths) == 3 and len({*widths}) == 1 and kind in ATTENTION:
@@ -81,7 +82,8 @@ def per_layer_shapes(
         return [NamedSharding(sharding.mesh, P(*sharding.spec[1:]))] * count
 
     def shape(x: jax.ShapeDtypeStruct, to: NamedSharding) -> jax.ShapeDtypeStruct:
-        to = NamedSharding(to.mesh, without(to.spec)) if gather else to
+        if gather:
+            to = NamedSharding(to.mesh, without(to.spec))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
 
     per_layer = partial(per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)

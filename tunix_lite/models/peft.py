@@ -88,9 +88,11 @@ def read_adapter_config(
     if decoder.stack_of_layers(cfg)[0] is not None:
         # By name if these are all that have it, else by stack, as an expression has a limit.
         names: dict[str, list[str]] = {}
-        for stack, name in (path.rsplit("/", 1) for path in paths):
+        for path in paths:
+            stack, name = path.rsplit("/", 1)
             names.setdefault(stack, []).append(name)
-        targets = f".*/({'|'.join(sorted(set().union(*names.values())))})"
+        all_names = sorted(set().union(*names.values()))
+        targets = f".*/({'|'.join(all_names)})"
         if set(paths) != {path for path in table if re.fullmatch(targets, path)}:
             targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
     # The settings may repeat what the folder says, but not contradict it.

@@ -283,7 +283,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens. skip_special: without special tokens, but those of calls."""
-        visible = [int(i) for i in ids if not skip_special or int(i) not in self.silent_ids]
+        visible = [int(token) for token in ids]
+        if skip_special:
+            visible = [token for token in visible if token not in self.silent_ids]
         with _named(_FAILS):
             return self.backend.decode(visible, skip_special_tokens=False)
 
@@ -409,8 +411,11 @@ class Tokenizer:
             raise ValueError(
                 "half of a character (a lone surrogate), which is no text"
             ) from error
-        ids = iter(self._in_table(one.ids) for one in encoded)
-        return [self.written_ids(text) if _OPEN in text else next(ids) for text in marked]
+        plain_ids = iter(self._in_table(one.ids) for one in encoded)
+        ids = []
+        for text in marked:
+            ids.append(self.written_ids(text) if _OPEN in text else next(plain_ids))
+        return ids
 
     def between(self, earlier: list[dict], later: list[dict], **variables) -> list[int]:
         """The tokens from the end of `earlier` to where the model continues `later`."""

@@ -109,7 +109,8 @@ class TurnTokens:
             )
         after = written.partition(placeholder)[2]
         # some templates drop messages of roles that they do not know, without a word
-        lost = [text for m in messages if (text := m["content"].strip()) and text not in after]
+        texts = [message["content"].strip() for message in messages]
+        lost = [text for text in texts if text not in after]
         if lost:
             raise ValueError(
                 f"the chat template does not write the message "

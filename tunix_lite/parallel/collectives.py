@@ -252,16 +252,16 @@ def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
             groups[tuple(key)].append(device)
         return list(groups.values())
     if match := _GROUP_IOTA.search(rest):
-        shape = [int(n) for n in match[1].split(",")]
-        return np.reshape(_permuted(match[2]), shape).tolist()
+        return np.reshape(_permuted(match[2]), _numbers(match[1])).tolist()
     match = _GROUP_LIST.search(rest)
-    return _id_lists(match[1] if match else "") or [list(range(num_devices))]
+    groups = _id_lists(match[1]) if match else []
+    return groups or [list(range(num_devices))]
 
 
 def _permuted(text: str) -> list[int]:
     """[2,2]T(1,0) is 0,2,1,3: device ids counted up, laid out in that shape and transposed."""
     parts = re.findall(r"[\d,]+", text)
-    shape, *order = ([int(n) for n in part.split(",")] for part in parts)
+    shape, *order = map(_numbers, parts)
     if not text.startswith("["):
         return shape
     ids = np.arange(math.prod(shape)).reshape(shape)
@@ -270,4 +270,9 @@ def _permuted(text: str) -> list[int]:
 
 def _id_lists(text: str) -> list[list[int]]:
     """The lists of numbers in {0,1},{2,3}."""
-    return [[int(n) for n in part.split(",")] for part in re.findall(r"\d[\d,]*", text)]
+    return list(map(_numbers, re.findall(r"\d[\d,]*", text)))
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers in 0,1,2."""
+    return [int(number) for number in text.split(",")]

@@ -60,10 +60,12 @@ def parse(text: str) -> tuple[Program, str]:
             # Attributes behind the operands name computations with % as well.
             operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
             current.instructions[name] = Instruction(name, type_, op, operands, rest)
-            current.root = name if root else current.root
+            if root:
+                current.root = name
         elif match := _COMPUTATION.match(line):
             current = program[match[2]] = Computation()
-            entry = match[2] if match[1] else entry
+            if match[1]:
+                entry = match[2]
     return program, entry
 
 
@@ -131,7 +133,7 @@ def count_turns(
 def _value(name: str, computation: Computation, program: Program, args: list) -> Any:
     """The integer that an instruction computes, or a list of them; None: the text does not show
     it."""
-    known: dict[str, Any] = {}
+    known = {}
 
     def of(name: str) -> Any:
         if name not in known:

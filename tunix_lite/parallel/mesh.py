@@ -214,7 +214,8 @@ def make_mesh(
     ValueError. Over several nodes, tp stays inside each of them. A mesh of several CPU devices
     turns off jax's compilation cache (distributed.join).
     Example: `jax.set_mesh(make_mesh(((-1, 1), ("fsdp", "tp"))))`: all devices over fsdp."""
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = jax.devices()
     # a process without a device in the mesh would wait for ever
     has_peers = len({device.process_index for device in devices}) > 1
     sizes = resolve_mesh_shape(
@@ -302,7 +303,8 @@ def spec(
     ones. Raises ValueError for a dim that its mesh axis does not divide, and for two dims over one
     mesh axis."""
     assert len(axes) == len(shape), (axes, shape)
-    rules = current_rules() if rules is None else rules
+    if rules is None:
+        rules = current_rules()
     entries = []
     for name, size in zip(axes, shape):
         axis = rules[name]
@@ -332,7 +334,7 @@ def elements_on_device(
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     mesh_shape: dict[str, int],
-    rules: dict[str, str | None] | None = None,
+    rules: dict[str, str | None] | None,
 ) -> int:
     """Counts the elements of an array on a device of such a mesh, by arithmetic. Raises as
     `spec`."""

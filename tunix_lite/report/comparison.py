@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix_lite.basics.plain_text import escaped
+from tunix_lite.basics.plain_text import counted, escaped
 from tunix_lite.report.evidence import (
     Evidence,
     read_evidence,
@@ -106,9 +106,9 @@ def result_lines(run: Evidence, is_alive: bool | None = None) -> list[str]:
     word = _standing(run, is_alive)
     # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
-    steps = "1 step" if last == 1 else f"{last:,} steps"
     unknown = {"error": "the error is not known", "stopped": "", "early_stopping": ""}
-    sentence = _SENTENCES[word].format_map({**unknown, **run.status, "steps": steps})
+    values = {**unknown, **run.status, "steps": counted(last, "step")}
+    sentence = _SENTENCES[word].format_map(values)
     lines = [f"{word}: {sentence}" if sentence else word]
     for one in _score_changes(run):
         is_share = one.name != "reward"

@@ -39,7 +39,9 @@ def task_result(
         return _TaskResult(num_examples, estimates)
     ours, theirs = scores.values()
     comparison = {}
-    for name in [name for name in ours if name in theirs]:
+    for name in ours:
+        if name not in theirs:
+            continue
         both = ~np.isnan(ours[name] - theirs[name])
         comparison[name] = compare(ours[name][both], theirs[name][both], level, seed=seed)
     return _TaskResult(num_examples, estimates, comparison)
@@ -49,8 +51,10 @@ def as_markdown(models: dict, settings: dict, task: str, result: _TaskResult) ->
     """The results for people: which models, and the table of the task."""
     lines = ["# Evaluation", ""]
     for name, model in models.items():
-        step = f", step {model['step']}" if model.get("step") is not None else ""
-        lines.append(f"- {name}: {model['weights']}{step}")
+        line = f"- {name}: {model['weights']}"
+        if model.get("step") is not None:
+            line += f", step {model['step']}"
+        lines.append(line)
     level = settings["level"]
     samples = settings["num_samples"]
     drawn = (
@@ -82,7 +86,8 @@ def as_markdown(models: dict, settings: dict, task: str, result: _TaskResult) ->
             [name, _shown(name, x.value), _interval(name, x)]
             for name, x in result.scores[ours].items()
         ]
-    lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    below_heads = ["---"] * len(heads)
+    lines += [f"| {' | '.join(cells)} |" for cells in (heads, below_heads, *rows)]
     return "\n".join(lines) + "\n"
 
 

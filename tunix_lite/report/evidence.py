@@ -184,7 +184,7 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}"
         )
 
-    unread: list[str] = []
+    unread = []
     # A step that stands there twice counts once, as last written.
     by_step: dict[int, dict] = {}
     num_bad = 0

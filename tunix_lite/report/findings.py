@@ -307,8 +307,12 @@ def _reward_exploited(run: Evidence) -> _Shown:
     if not climbs or not judges or not all(stands):
         return None
     shown = [str(series) for series in (reward, *judges)]
-    wrong = [row for row in run.sampled if row.get("correct") is False]
-    if wrong := [row for row in wrong if is_number(row.get("reward"))]:
+    wrong = [
+        row
+        for row in run.sampled
+        if row.get("correct") is False and is_number(row.get("reward"))
+    ]
+    if wrong:
         best = max(wrong, key=lambda row: row["reward"])
         text = excerpt(best.get("completion", ""), 100)
         shown.append(f"a wrong completion with the reward {best['reward']:.3g}: {text}")
@@ -427,7 +431,8 @@ def _evaluation_falls(run: Evidence) -> _Shown:
 )
 def _held_out_in_train(run: Evidence) -> _Shown:
     data = run.status.get("data")
-    data = data if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        data = {}
     both = data.get("held_out_in_train")
     count = data.get("held_out")
     if not _is_count(both) or not _is_count(count) or both > count:

@@ -194,7 +194,7 @@ class Judge:
             json.dumps(body).encode("utf-8"),
             headers,
         )
-        handlers: list = [_NoRedirect()]
+        handlers = [_NoRedirect()]
         if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
             # no proxy stands between this machine and itself
             handlers.append(urllib.request.ProxyHandler({}))

@@ -35,7 +35,7 @@ def field_of(example: Mapping, field: str) -> Any:
     # The name of a column may have dots itself.
     if field in example:
         return example[field]
-    value: Any = example
+    value = example
     for name in field.split("."):
         if not isinstance(value, Mapping) or name not in value:
             fields = ", ".join(map(str, example))

@@ -63,7 +63,8 @@ class RougeL:
 
     def __call__(self, completion: str, example: dict) -> float:
         references = field_of(example, self.field)
-        references = references if isinstance(references, list | tuple) else [references]
+        if not isinstance(references, list | tuple):
+            references = [references]
         if not references or not all(isinstance(text, str) for text in references):
             raise ValueError(
                 f"{self.field}={references!r:.200} of an example is not a text or texts"
@@ -80,8 +81,13 @@ class RougeL:
 
 def _rouge_n(text: str, reference: str, n: int) -> float:
     """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
-    words = (_units_of(each) for each in (text, reference))
-    ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
+    counts = []
+    for each in (text, reference):
+        words = _units_of(each)
+        # each run of n words
+        runs = zip(*(words[i:] for i in range(n)))
+        counts.append(Counter(runs))
+    ours, theirs = counts
     common = (ours & theirs).total()
     if not common:
         return 0.0

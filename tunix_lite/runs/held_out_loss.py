@@ -46,7 +46,7 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
         )
 
         # The sums of all parts, in float64.
-        sums: dict[str, float] = {}
+        sums = {}
         theirs = iter(()) if seen[0] is None else _batches_of(seen[0], size)
         for part in _batches_of(batch, size):
             if policy.compare is not None:

@@ -166,7 +166,7 @@ def build_learner(session: Session) -> Learner:
     generate = generate_of_run(resolved, model.tokenizer)
     # between two chunks a rollout can be given up, and the state is whole
     watched = partial(generate, between_chunks=session.stopping.check_between_chunks)
-    seconds: Counter = Counter()
+    seconds = Counter()
     policy = policy_of(resolved, watched, reference, frozen_models, seconds)
     scorers = {}
     for name, settings in run.task.reward_models.items():

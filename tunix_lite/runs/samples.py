@@ -62,7 +62,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
     advantages_B: what is learned from each; None: nothing is, as in an evaluation."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     rollout = graded.rollout
     for i, text in enumerate(graded.completions):
         row = {

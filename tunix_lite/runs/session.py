@@ -73,7 +73,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[Session]:
+def open_run(run: RunConfig, folder: Path, job: Job | None) -> Iterator[Session]:
     """Inside, the run is open; at the end status.json says how it ended, if its model was loaded.
 
     The caller sets `session.state`. A run that was asked to stop ends the `with` block early and

@@ -381,7 +381,7 @@ class Watch:
 
     def call_observers(self, done: StepDone) -> Metrics:
         """Returns the metrics of the user's observers. Raises RunFailed, naming the observer."""
-        metrics: Metrics = {}
+        metrics = {}
         for name, observer in self.session.run.tracking.observers.items():
             with error_context(f"tracking.observers.{name}", RunFailed):
                 returned = observer(done)
@@ -514,7 +514,7 @@ def _open_trackers(session: Session, start: int, is_measured: bool) -> list[Trac
     last_line = None
     if start and not session.begins_here:
         last_line = start if is_measured else start - 1
-    trackers: list[Tracker] = []
+    trackers = []
     if session.run_dir.is_first:
         run = session.run
         folder = session.run_dir.path

@@ -5,7 +5,6 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.rollout.live import NewTokens
@@ -87,8 +86,8 @@ class ApiChoice:
 
     def _stop_at(self) -> int | None:
         """The place at which the first stop text begins in what is held."""
-        places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
-        return min(places, default=None)
+        places = [self.held.find(text) for text in self.stop]
+        return min((place for place in places if place >= 0), default=None)
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,12 @@ class ApiAnswer:
     def _choice(
         self, index: int, piece: Piece, of_stream: bool = False, is_first: bool = False
     ) -> dict:
-        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
+        choice = {"index": index, "finish_reason": piece.finish_reason}
         text = piece.text
         if not self.call.is_chat:
             choice["text"] = text
         elif of_stream:
-            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+            delta = {"role": "assistant"} if is_first else {}
             if text or not piece.calls:
                 delta["content"] = text
             if piece.calls:

@@ -144,7 +144,7 @@ class Server(Face):
         from aiohttp import web
 
         response = None
-        seen: set[int] = set()
+        seen = set()
         try:
             # If the client has left, its sequences end now, and not when somebody tidies up.
             async with contextlib.aclosing(pieces):
@@ -175,7 +175,7 @@ class Server(Face):
         self, request: "web.Request", call: Call, choices: list[ApiChoice]
     ) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices as they come. When the caller leaves, their slots are free."""
-        arrived: asyncio.Queue = asyncio.Queue()
+        arrived = asyncio.Queue()
         loop = asyncio.get_running_loop()
         # One timer for the request, as one for each piece takes more time than the piece.
         timer = loop.call_later(self.settings.request_seconds, arrived.put_nowait, None)

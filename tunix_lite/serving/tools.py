@@ -59,7 +59,7 @@ def tools_of(
 
 def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]:
     """The messages with arguments as objects, and results with their tools. Raises BadCall."""
-    names: dict[str, str] = {}
+    names = {}
     for_template = []
     for message in messages:
         calls = message.get("tool_calls")
@@ -67,7 +67,8 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         if (calls or is_of_tool) and not tokenizer.writes_tools:
             raise BadCall(_NO_FORM, "messages")
         if calls:
-            calls = calls if isinstance(calls, list) else [calls]
+            if not isinstance(calls, list):
+                calls = [calls]
             try:
                 # without a function a call is refused
                 calls = [
@@ -102,7 +103,8 @@ class CallReader:
         """The text that is part of no call, as far as one can know."""
         self._text += text
         text = self._text
-        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
+        places = [text.find(mark) for mark in _MARKS]
+        marks = [place for place in places if place >= 0]
         end = min(marks, default=len(text))
         if not marks:
             # The last characters may be the beginning of a mark.

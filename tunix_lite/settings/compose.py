@@ -202,22 +202,24 @@ def explain(
     chosen = [
         text for text, override in parsed.items() if override.get_key_element() in groups
     ]
-    known: list[str] = []
+    known = []
     # of the options that are chosen, or where they cannot be composed of the default ones
     for options in ([*of, *chosen], list(of)):
         with contextlib.suppress(HydraException, OmegaConfBaseException):
             values = _plain_values(hydra.compose(config_name, options))
             known = known or list(flatten_dict(values, keep_empty_nodes=True, sep="."))
-    folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
-    file = f"{config_name.removesuffix('.yaml')}.yaml"
-    if not known and not any((folder / file).is_file() for folder in folders):
-        places = " or ".join(str(folder) for folder in folders)
+    folders = [conf_dir()]
+    if more_conf:
+        folders.append(Path(more_conf))
+    if not known:
+        file = f"{config_name.removesuffix('.yaml')}.yaml"
+        if any((folder / file).is_file() for folder in folders):
+            return str(error).replace("\n", " ")
+        places = " or ".join(map(str, folders))
         return (
             f"--config-name={config_name}: there is no {file} in {places}; --config-dir=FOLDER"
         )
-    if not known:
-        return str(error).replace("\n", " ")
-    wrong: list[str] = []
+    wrong = []
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
         if text.startswith("+") and key in groups and "Multiple values" in str(error):

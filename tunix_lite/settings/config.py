@@ -567,11 +567,15 @@ def build(kind: _Kind, value: object, where: str = "") -> Any:
         return {key: build(args[1], item, f"{where}.{key}") for key, item in items}
     if origin is tuple:
         items = _expect_type(list, value, where)
-        kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+        kinds = args
+        if args[-1] is Ellipsis:
+            kinds = [args[0]] * len(items)
         if len(kinds) != len(items):
             raise ConfigError(f"{where}: expected {len(kinds)} entries, got {value!r}")
-        pairs = enumerate(zip(kinds, items))
-        return tuple(build(kind, item, f"{where}[{i}]") for i, (kind, item) in pairs)
+        built = []
+        for i, item in enumerate(items):
+            built.append(build(kinds[i], item, f"{where}[{i}]"))
+        return tuple(built)
 
     # Plain values.
     if kind is float and type(value) is int:
@@ -597,7 +601,9 @@ def plain(value: object) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return _path(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _path(value)
+    return _path(type(value))
 
 
 def _path(named: type | Callable[..., object]) -> str:
@@ -637,9 +643,9 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
 
 def _build_target(kind: _Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
-    settings = {key: value for key, value in values.items() if key != TARGET}
+    settings = dict(values)
     place = _join(where, TARGET)
-    path = _expect_type(str, values[TARGET], place)
+    path = _expect_type(str, settings.pop(TARGET), place)
 
     # What the path names may stand where `kind` is expected.
     kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]

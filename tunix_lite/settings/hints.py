@@ -161,7 +161,7 @@ def _fitting(
 ) -> _Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)
-    overrides: tuple[str, ...] = ()
+    overrides = ()
     if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
     elif known is not None or len(each.ours) == 1:
@@ -214,8 +214,10 @@ def _text(value: object) -> str:
 
 def options_of(group: str, folders: Iterable[Path]) -> list[str]:
     """The options of a group, in conf/ and in these folders."""
-    places = [conf_dir(), *folders]
-    return sorted({file.stem for place in places for file in (place / group).glob("*.yaml")})
+    options = set()
+    for folder in (conf_dir(), *folders):
+        options |= {file.stem for file in (folder / group).glob("*.yaml")}
+    return sorted(options)
 
 
 # What other projects call an option: (group, name without separators before digits) -> ours.
@@ -245,16 +247,22 @@ def _nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     wanted = key.strip().lstrip("+~")
     section, _, name = wanted.rpartition(".")
     top = section.partition(".")[0]
-    # Names of `sharding` are words of everybody: they are meant in their own section only.
-    offered = [k for k in known if top == "sharding" or not k.startswith("sharding.")]
-    same = [k for k in offered if k.rpartition(".")[2] == name and not name.startswith("_")]
+    same = []
+    # In the same section, or in any if it names none: setting -> its last name.
+    beside = {}
+    for setting in known:
+        # Names of `sharding` are words of everybody: they are meant in their own section only.
+        if setting.startswith("sharding.") and top != "sharding":
+            continue
+        own_section, _, own_name = setting.rpartition(".")
+        if own_name == name and not name.startswith("_"):
+            same.append(setting)
+        if section in ("", own_section):
+            beside[setting] = own_name
     if same and top not in _STRICT:
         return same if len(same) <= 2 else []
-
-    # In the same section, or in any if it names none.
-    beside = [k for k in offered if not section or k.rpartition(".")[0] == section]
-    nearest = _closest(name, [k.rpartition(".")[2] for k in beside])
-    nearest = [k for k in beside if k.rpartition(".")[2] in nearest]
+    names = _closest(name, beside.values())
+    nearest = [setting for setting, own_name in beside.items() if own_name in names]
     return nearest if len(nearest) <= 2 else []
 
 
@@ -282,9 +290,9 @@ def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
     parser takes no override behind a flag that comes behind an override. ours: our flags, and how
     many words follow each. Raises ConfigError for other flags, as `--lr 1e-5`, with the settings
     that they would be, `lr=1e-5`."""
-    mine: list[str] = []
-    others: list[str] = []
-    foreign: list[str] = []
+    mine = []
+    others = []
+    foreign = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)

@@ -199,7 +199,8 @@ def policy_of(
     name = teacher.comparison.model
     table = decoder.output_table(frozen_models[name], resolved.frozen_models[name].cfg)
     # a larger teacher's other tokens are left out
-    table = table if len(table) == teacher.vocabulary else table[: teacher.vocabulary]
+    if len(table) != teacher.vocabulary:
+        table = table[: teacher.vocabulary]
     return replace(policy, compare=partial(with_hidden_states, scorers[name], table))
 
 

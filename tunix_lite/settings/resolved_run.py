@@ -343,7 +343,8 @@ class ResolvedRun:
         """Elements of an array on one device, whose dims carry these logical axes. is_gathered:
         whole over fsdp. rules: None means those of training."""
         mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
-        rules = self.train_rules if rules is None else rules
+        if rules is None:
+            rules = self.train_rules
         return elements_on_device(shape, axes, mesh_shape, rules)
 
     @property

@@ -119,7 +119,8 @@ def _measure(
 
     said = []
     setting = "task.on_error=skip" if task.skips else "generation.long_prompts=drop"
-    count = len(examples) if count is None else count
+    if count is None:
+        count = len(examples)
     looked = f"{count:,}"
     if len(places) < count:
         looked = f"the {len(places):,} (of {count:,}) looked at"

@@ -106,7 +106,7 @@ class EnvironmentPartner:
         """Answers that have come in any process, by row; all processes get the same."""
         stopping = self._processes.stopping
         while True:
-            own: list = []
+            own = []
             error = None
             try:
                 own = self._own_replies(LOOK_SECONDS if wait_for_one else 0.0, patience)
@@ -144,7 +144,7 @@ class EnvironmentPartner:
         turn = reply.turn or Turn("")
         is_start = row not in self._completions
         messages = turn.observation
-        tokens: list[int] = []
+        tokens = []
         try:
             if is_start and reply.turn is not None:
                 example = self._examples[row]
@@ -246,7 +246,7 @@ def conversation_metrics(rollout: Rollout) -> Metrics:
     turns = [turn for one in conversations for turn in one.turns]
     replies = [turn.reply for turn in turns]
     ended = Counter(one.ended for one in conversations)
-    metrics: Metrics = {
+    metrics = {
         "conversation/turns": len(turns) / total,
         "conversation/max_turns": max(len(one.turns) for one in conversations),
         "conversation/turn_tokens": sum(one.end - one.begin for one in turns) / len(turns),
@@ -260,14 +260,15 @@ def conversation_metrics(rollout: Rollout) -> Metrics:
         metrics[f"conversation/failed_by_{kind}"] = count / total
 
     # What environments count, such as calls of tools: means over conversations.
-    totals: Counter = Counter()
+    totals = Counter()
     for reply in replies:
         totals.update({name: float(value) for name, value in reply.info.items()})
     ours = {*metrics, "conversation/tool_success"}
     for name in sorted(totals):
         # `turns` is counted here already
         key = f"conversation/{name}"
-        key = f"conversation/info_{name}" if key in ours else key
+        if key in ours:
+            key = f"conversation/info_{name}"
         metrics[key] = totals[name] / total
     if totals["tool_calls"] and "tool_errors" in totals:
         metrics["conversation/tool_success"] = 1 - totals["tool_errors"] / totals["tool_calls"]

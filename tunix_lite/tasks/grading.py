@@ -140,7 +140,7 @@ def group_metrics(
 ) -> Metrics:
     """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
     weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
-    counts: Counter = Counter()
+    counts = Counter()
     for rows in groups:
         totals = total_B[rows][~dropped_B[rows]]
         if not totals.size:

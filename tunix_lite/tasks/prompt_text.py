@@ -160,8 +160,8 @@ class PromptText:
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
         tokenizer = self.tokenizer
-        tokens: list[int] = []
-        learned: list[bool] = []
+        tokens = []
+        learned = []
         with error_context(place_of(example), ValueError):
             history = self._asked(example)
             variables = self.variables_of(example)
@@ -200,8 +200,8 @@ class PromptText:
             raise ValueError(
                 f"a `{name}` is a text, or a list of messages; this one is {shortened(completion)}"
             )
-        before: list[Message] = []
-        turns: list[Message] = []
+        before = []
+        turns = []
         is_in_row = name == "completion" and self.template.prompt is None
         if is_in_row:
             before, turns = self.template.split(example)

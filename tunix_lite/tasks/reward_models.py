@@ -77,7 +77,9 @@ class RewardScorer:
         config = small_object(model.folder, "config.json")
         # of a larger model, its text part
         config = config.get("text_config") or config
-        numbers = [config.get(name) for name in ("mean", "std")] if settings.normalize else []
+        numbers = []
+        if settings.normalize:
+            numbers = [config.get("mean"), config.get("std")]
         are_numbers = all(isinstance(x, int | float) for x in numbers)
         if not are_numbers or not all(std > 0 for std in numbers[1:]):
             raise ValueError(

@@ -4,7 +4,7 @@ import codecs
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class Rows(list):
         # names of the forms of the rows, the first one first
         self.forms: list[str] = []
         counted = f"{file}, row"
-        read: Callable = dict
+        read = dict
         if is_hub(file):
             raws = rows_of_hub(file, max_rows is not None)
         elif file.endswith((".parquet", ".pq")):
@@ -85,8 +85,11 @@ class Rows(list):
         for number, raw in islice(raws, max_rows):
             try:
                 form, row = formed(read(raw), fields)
-                self.forms += [form] if form and form not in self.forms else []
-                row = _PlacedRow(checker.check(row) if checker else row, counted, number)
+                if form and form not in self.forms:
+                    self.forms.append(form)
+                if checker:
+                    row = checker.check(row)
+                row = _PlacedRow(row, counted, number)
             except ValueError as error:
                 why = f"{counted} {number}: {error}"
                 if on_error == "raise":

@@ -573,7 +573,7 @@ class Grader:
         began = time.perf_counter()
         completion = CompletionText(self.task.tokenizer.decode(tokens), len(tokens))
         self._completions[row] = completion
-        calls: list[tuple] = [(row, completion, self._names)]
+        calls = [(row, completion, self._names)]
         if self._group_names:
             group = row // self.num_generations
             of_group = [self._completions.get(other) for other in self._rows(group)]
@@ -701,8 +701,9 @@ class Grader:
         # rewards, weighted; one that failed counts 0, or drops its completion
         weights = config.weights
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
-        by_turn: list[list[float]] = []
+        names = [_of(name) for name in config.rewards]
+        kinds = [[one[name].kind for name in names] for one in outcomes]
+        by_turn = []
         if conversations is not None:
             by_turn = turn_rewards(rollout, task.conversation)
             each[ENVIRONMENT] = np.array([sum(turns) for turns in by_turn], np.float64)

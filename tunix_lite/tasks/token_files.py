@@ -64,7 +64,9 @@ def files_of(pattern: str) -> list[str]:
     if is_address(pattern):
         folder, name = re.fullmatch(r"(.*?)((?:/[^/]*[*?\[].*)?)", pattern).groups()
         path = Path(f"{brought(folder, (name[1:], name[1:].replace('**/', '')))}{name}")
-    files = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))
+    files = [str(path)]
+    if not path.is_file():
+        files = sorted(glob(str(path), recursive=True))
     if not files:
         raise ValueError(f"{pattern} names no file")
     for file in files:
@@ -140,7 +142,8 @@ class TokenFiles:
             began = time.monotonic()
             while not self.folders[i].is_dir():
                 if i % count == index or time.monotonic() - began > patience:
-                    patience = patience if i % count == index else 0.0
+                    if i % count != index:
+                        patience = 0.0
                     self.make(i)
                 else:
                     time.sleep(0.05)

@@ -215,7 +215,9 @@ class Checkpoints:
         if step == BEST and steps:
             status = self.folder.parent / "status.json"
             best = read_object(status).get(BEST) if status.is_file() else None
-            for one in best if isinstance(best, list) else ():
+            if not isinstance(best, list):
+                best = []
+            for one in best:
                 if one in steps:
                     return steps[steps.index(one)]
             raise ValueError(
@@ -328,12 +330,9 @@ class Checkpoints:
 
     def _damaged(self, step: int, why: str) -> str:
         """The message that a step cannot be used, with the folder to remove."""
-        earlier = [s for s in self.steps() if s < step]
-        then = (
-            f"go on from step {earlier[-1]}"
-            if earlier
-            else "begin anew: there is no earlier one"
-        )
+        then = "begin anew: there is no earlier one"
+        if earlier := [s for s in self.steps() if s < step]:
+            then = f"go on from step {earlier[-1]}"
         return (
             f"step {step} cannot be read ({why}); remove {self.folder / str(step)} to {then}"
         )

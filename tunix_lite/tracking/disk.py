@@ -66,7 +66,7 @@ def disk_errors_explained(
 def trouble(error: BaseException, folder: Path) -> str | None:
     """The trouble with the disk behind an error, `the disk is full: /runs/7/metrics.jsonl`. None if
     the error and its causes have nothing to do with the disk of the run in `folder`."""
-    cause: BaseException | None = error
+    cause = error
     while cause is not None:
         if isinstance(cause, OSError) and not isinstance(cause, DiskError):
             # An error of a file that was open before has no file name.

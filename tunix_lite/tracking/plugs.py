@@ -89,8 +89,7 @@ class Wandb(_Plug):
 
         def cell(value: object) -> float | int | str | None:
             plain = json_value(value)
-            is_plain = isinstance(plain, float | int | None)
-            if is_plain:
+            if isinstance(plain, float | int | None):
                 return plain
             return visible(str(plain)[:_MOST_TEXT])
 

@@ -48,16 +48,23 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     checkpoint, once and in order. began: the step that the run began from, which may have a row of
     its evaluation; None: not known."""
     # The last line that counts, and then each step must follow the one before.
-    counted = [n for n, _, row in read_rows(file) if row is not None and row["step"] <= last]
+    end = 0
+    for number, _, row in read_rows(file):
+        if row is not None and row["step"] <= last:
+            end = number
     before = None
-    for number, line, row in itertools.islice(read_rows(file), max(counted, default=0)):
+    for number, line, row in itertools.islice(read_rows(file), end):
         if row is None:
             if line.strip():
                 raise ValueError(f"line {number} of {file} is not the metrics of a step")
             continue
         step = row["step"]
-        # With an evaluation before the first step the run has a row of it.
-        first = {0, 1} if began == 0 else {step if began is None else began + 1}
+        first = {step}
+        if began == 0:
+            # With an evaluation before the first step the run has a row of it.
+            first = {0, 1}
+        elif began is not None:
+            first = {began + 1}
         if before is None and step not in first:
             raise ValueError(
                 f"{file} begins with step {step}, and the run with step {began + 1}"

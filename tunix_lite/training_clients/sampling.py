@@ -160,7 +160,7 @@ class SamplingEngine:
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
         # the engine calls in its own thread
-        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        ended = queue.SimpleQueue()
 
         def on_tokens(new: NewTokens) -> None:
             if new.reason is not None:

@@ -29,7 +29,7 @@ Kind = dict[str, str | int | float | bool]
 
 def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> Kind:
     """What a client with these adapters saves."""
-    adapters: Kind = {"rank": 0, "alpha": 0.0, "targets": ""}
+    adapters = {"rank": 0, "alpha": 0.0, "targets": ""}
     if lora is not None:
         adapters = {name: getattr(lora, name) for name in adapters}
     return {"model": model, **adapters, "optimizer": optimizer}

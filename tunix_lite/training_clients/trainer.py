@@ -177,7 +177,11 @@ class Weights:
         data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
         loss = token_loss("cross_entropy", {})
         scored = iter(self._over_parts(data, loss).logprobs if data else [])
-        return [[None, *(next(scored) if len(tokens) > 1 else [])] for tokens in sequences]
+        logprobs = []
+        for tokens in sequences:
+            after_first = next(scored) if len(tokens) > 1 else []
+            logprobs.append([None, *after_first])
+        return logprobs
 
     def _over_parts(
         self,
@@ -192,7 +196,7 @@ class Weights:
         cfg = self.trainer.cfg
         check_data(data, loss.needs, cfg.vocab_size, cfg.max_positions)
         totals = {"train/loss": 0.0, "train/entropy": 0.0}
-        logprobs: list[list[float]] = [[] for _ in data]
+        logprobs = [[] for _ in data]
         shards = self.trainer.mesh.shape["fsdp"]
         for indices, rows in parts_of_data(data, shards, cfg.max_positions):
             metrics = jax.device_get(run(rows))

@@ -134,7 +134,7 @@ class Pool:
         its name. names: which functions; None: all of them. The future raises ValueError for the
         first failure if on_error=raise."""
         names = list(self.functions) if names is None else list(names)
-        future: Future = Future()
+        future = Future()
         if self._threads:
             # a thread for each worker takes jobs, as many at once as are worth a message
             self._jobs.put(_Job(future, completion, example, names))

@@ -110,9 +110,9 @@ class Runner:
         # A thread cannot be ended from outside: one that takes too long goes on, but its calls are
         # refused, and what it returns is not used.
         waiting = deque(enumerate(opened))
-        began: dict[int, float] = {}
+        began = {}
         results: dict[int, Ended] = {}
-        ended: queue.SimpleQueue = queue.SimpleQueue()
+        ended = queue.SimpleQueue()
         try:
             while waiting or began:
                 while waiting and len(began) < self.config.parallel:

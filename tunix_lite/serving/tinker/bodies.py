@@ -106,7 +106,7 @@ class TinkerBody:
     @property
     def prompt_tokens(self) -> list[int]:
         """The tokens of `prompt`, a ModelInput, which the trainer checks. Raises BadCall."""
-        tokens: list[int] = []
+        tokens = []
         chunks = self.prompt.get("chunks")
         if not isinstance(chunks, list):
             chunks = [None]

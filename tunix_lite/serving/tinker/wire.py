@@ -79,7 +79,7 @@ def data_of(request: Message) -> list[Datum]:
     data = []
     for i, message in enumerate(request.data):
         where = f"data[{i}]"
-        tokens: list[int] = []
+        tokens = []
         for chunk in message.chunks:
             if not chunk.HasField("text"):
                 raise BadCall(

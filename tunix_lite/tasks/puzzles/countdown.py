@@ -102,7 +102,7 @@ def evaluated(text: str) -> tuple[Fraction, Counter] | None:
         return None
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        used: Counter = Counter()
+        used = Counter()
         return _value(tree, used), used
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
