@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import text_worker
 from conftest import random_params, set_mesh
 from recorded_runs import metrics_of
 
@@ -30,6 +29,7 @@ from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import batch_at
 from tunix_lite.tasks.text import TextTask, TextTaskConfig
 from tunix_lite.tasks.token_files import TokenFiles
+from tunix_lite.train import train
 
 TEXTS = [f"The {i}th story: " + "so it went on " * (i % 7) + "and ended." for i in range(40)]
 
@@ -220,17 +220,39 @@ def test_every_row_comes_once_an_epoch(last, size, each):
     assert orders[0] != orders[1] != orders[2]
 
 
+RUN = [
+    *("algorithm=sft", "task=text", "task.row_tokens=16", "training.prompts_per_step=4", "training.epochs=3"),
+    *("training.last_batch=keep", "training.save_interval_steps=4", "tracking.tensorboard=false"),
+    *("optimizer.learning_rate=1e-3", "optimizer.schedule=linear", "optimizer.warmup_steps=0"),
+    *("task.held_out_every=3", "model.mesh_shape=[[1,1],[fsdp,tp]]"),
+]
+
+
+def learn(corpus: Path, folder: Path) -> tuple[list[list[int]], dict]:
+    """Trains into `folder`: the rows of each batch, the first of which is that of the check, and the parameters."""
+    batches, batch = [], TextTask.batch
+
+    def taken(task, *arguments):
+        made = batch(task, *arguments)
+        batches.append([row["row"] for row in made])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextTask, "batch", taken)
+        state = train(compose([*RUN, f"task.train={corpus}", f"task.cache={folder}-cache"]), folder)
+    return batches[1:], jax.tree.map(np.asarray, state.params)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A run of three epochs: the corpus, its folder and what it says."""
+    """A run of three epochs on 48 documents, of which a third is held out: the corpus, its folder and what it says."""
     folder = tmp_path_factory.mktemp("text")
-    corpus = text_worker.write(folder / "corpus.jsonl")
-    return corpus, folder / "alone", text_worker.learn(str(corpus), str(folder / "alone"))
+    corpus = written(folder, "jsonl", [f"{i} + {i} is {i + i}." for i in range(48)])
+    return corpus, folder / "alone", *learn(corpus, folder / "alone")
 
 
 def test_a_run_of_epochs_takes_every_row_once_and_says_where_it_is(alone):
-    _, folder, said = alone
-    batches = said["batches"][1:]  # the first is that of the check
+    _, folder, batches, _ = alone
     num_rows = max(map(max, batches)) + 1
     each = -(-num_rows // 4)
     assert num_rows % 4, "the last batch of an epoch is a smaller one"
@@ -249,17 +271,17 @@ def test_a_run_of_epochs_takes_every_row_once_and_says_where_it_is(alone):
 
 def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
     """From a checkpoint in the middle of an epoch and of the file."""
-    corpus, folder, said = alone
+    corpus, folder, batches, params = alone
     again = tmp_path / "again"
     shutil.copytree(folder, again)
     shutil.copytree(f"{folder}-cache", f"{again}-cache")
     steps = sorted(int(path.name) for path in (again / "checkpoints").iterdir() if path.name.isdigit())
     shutil.rmtree(again / "checkpoints" / str(steps[-1]))
-    resumed = text_worker.learn(str(corpus), str(again))
+    resumed, params_then = learn(corpus, again)
     assert f"resumed from step {steps[-2]}" in (again / "train.log").read_text()
-    assert resumed["batches"][1:] == said["batches"][1 + steps[-2] :]
+    assert resumed == batches[steps[-2] :]
     assert metrics_of(again) == metrics_of(folder)
-    jax.tree.map(np.testing.assert_array_equal, resumed["params"], said["params"])
+    jax.tree.map(np.testing.assert_array_equal, params_then, params)
 
 
 def test_a_file_in_the_place_of_tokens_is_an_error_and_not_waited_for(tokenizer, tmp_path):
