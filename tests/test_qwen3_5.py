@@ -1,10 +1,9 @@
 """Qwen 3.5: the gated delta net against a loop over tokens, in rows, slots and meshes, and the model as transformers has it."""
 
 import json
-import sys
+import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +36,6 @@ from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 
-sys.path.append(str(Path(__file__).parent / "eight_devices"))
-from test_exactness import delta_net
-
 NET = DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=6)
 CFG = Architecture(
     *(48, 3, 16, 4, 2, 16, 24),
@@ -70,6 +66,34 @@ def layer_weights(seed: int = 0) -> dict[str, np.ndarray]:
     # Half of the heads forget within a few tokens, the others keep for hundreds.
     made["decay"] = np.tile([-4.0, 0.5, -3.0, 1.0], 2)
     return made
+
+
+def silu(x):
+    return x / (1 + jnp.exp(-x))
+
+
+def delta_net(x, w, net, eps):
+    """What a gated delta net adds, token after token. x [T, D]."""
+    qkv = jnp.pad(jnp.einsum("td,dkc->tkc", x, w["qkv"]), ((net.taps - 1, 0), (0, 0), (0, 0)))
+    qkv = silu(sum(qkv[i : i + len(x)] * w["conv"][..., i] for i in range(net.taps)))
+    q, k, v = qkv[..., : net.key_dim], qkv[..., net.key_dim : 2 * net.key_dim], qkv[..., 2 * net.key_dim :]
+    q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    q, k = (jnp.repeat(y, net.num_value_heads // net.num_key_heads, axis=1) for y in (q, k))
+    v = v.reshape(len(x), net.num_value_heads, net.value_dim)
+    beta = 1 / (1 + jnp.exp(-x @ w["b"]))
+    decay = jnp.exp(-jnp.exp(w["decay"]) * jnp.log1p(jnp.exp(x @ w["a"] + w["step_bias"])))
+
+    def token(memory, of_token):
+        q, k, v, beta, decay = of_token
+        memory = memory * decay[:, None, None]
+        error = beta[:, None] * (v - jnp.einsum("vdh,vd->vh", memory, k))
+        memory += k[:, :, None] * error[:, None]
+        return memory, jnp.einsum("vdh,vd->vh", memory, q) / math.sqrt(net.key_dim)
+
+    empty = jnp.zeros((net.num_value_heads, net.key_dim, net.value_dim))
+    _, out = jax.lax.scan(token, empty, (q, k, v, beta, decay))
+    out = out / jnp.sqrt((out**2).mean(-1, keepdims=True) + eps) * w["norm"]
+    return jnp.einsum("tvh,vhd->td", out * silu(jnp.einsum("td,dvh->tvh", x, w["z"])), w["o"])
 
 
 formula = jax.jit(partial(delta_net, net=NET, eps=CFG.norm_eps))

@@ -15,7 +15,7 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, lora
-from tunix_lite.models.architecture import Architecture, DeltaNet
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
 
@@ -49,14 +49,10 @@ def random_arrays(table, seed: int):
 
 PLAIN = Architecture(56, 2, 16, 8, 2, 4, 32, pattern=("local", "global"), window=5, query_scale=9)
 CAPPED = replace(PLAIN, attn_softcap=1.5, final_softcap=4.0)
-NET = DeltaNet(num_key_heads=8, num_value_heads=16, key_dim=4, value_dim=6)
-DELTA = replace(PLAIN, num_layers=3, pattern=("delta", "delta", "global"), attn_gate=True, delta=NET, window=None)
 MODELS = {
     "plain": Model(PLAIN),
     "head": Model(replace(CAPPED, tied=False), temperature=0.7),
     "adapters": Model(CAPPED, temperature=0.7, lora=LoraConfig(rank=2, alpha=3.0)),
-    "delta": Model(DELTA),
-    "delta_adapters": Model(DELTA, lora=LoraConfig(rank=2, alpha=3.0, targets=".*/(q|k|v|qkv|z|b|a|o|gate|up|down)")),
 }
 
 

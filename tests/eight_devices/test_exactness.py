@@ -30,34 +30,6 @@ def plain_rules():
 # ---- the formulas once more, in float64: one sequence without padding, nothing divided, nothing made again
 
 
-def silu(x):
-    return x / (1 + jnp.exp(-x))
-
-
-def delta_net(x, w, net, eps):
-    """What a gated delta net adds, token after token. x [T, D]."""
-    qkv = jnp.pad(jnp.einsum("td,dkc->tkc", x, w["qkv"]), ((net.taps - 1, 0), (0, 0), (0, 0)))
-    qkv = silu(sum(qkv[i : i + len(x)] * w["conv"][..., i] for i in range(net.taps)))
-    q, k, v = qkv[..., : net.key_dim], qkv[..., net.key_dim : 2 * net.key_dim], qkv[..., 2 * net.key_dim :]
-    q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-    q, k = (jnp.repeat(y, net.num_value_heads // net.num_key_heads, axis=1) for y in (q, k))
-    v = v.reshape(len(x), net.num_value_heads, net.value_dim)
-    beta = 1 / (1 + jnp.exp(-x @ w["b"]))
-    decay = jnp.exp(-jnp.exp(w["decay"]) * jnp.log1p(jnp.exp(x @ w["a"] + w["step_bias"])))
-
-    def token(memory, of_token):
-        q, k, v, beta, decay = of_token
-        memory = memory * decay[:, None, None]
-        error = beta[:, None] * (v - jnp.einsum("vdh,vd->vh", memory, k))
-        memory += k[:, :, None] * error[:, None]
-        return memory, jnp.einsum("vdh,vd->vh", memory, q) / math.sqrt(net.key_dim)
-
-    empty = jnp.zeros((net.num_value_heads, net.key_dim, net.value_dim))
-    _, out = jax.lax.scan(token, empty, (q, k, v, beta, decay))
-    out = out / jnp.sqrt((out**2).mean(-1, keepdims=True) + eps) * w["norm"]
-    return jnp.einsum("tvh,vhd->td", out * silu(jnp.einsum("td,dvh->tvh", x, w["z"])), w["o"])
-
-
 def log_probabilities(params, tokens, cfg, temperature):
     """log p(. | tokens[:t]) for t = 1 ... T - 1, [T - 1, V]."""
 
@@ -79,30 +51,18 @@ def log_probabilities(params, tokens, cfg, temperature):
 
     def attention_layer(normed, w, kind):
         theta, seen = (1e4, (s <= t) & (t - s < cfg.window)) if kind == "local" else (1e6, s <= t)
-        q = jnp.einsum("td,dnh->tnh", normed, w["q"])
-        gate = q[..., cfg.head_dim :]  # empty where there is none
-        q = turned(rms(q[..., : cfg.head_dim], w["q_norm"]), theta)
+        q = turned(rms(jnp.einsum("td,dnh->tnh", normed, w["q"]), w["q_norm"]), theta)
         k = turned(rms(jnp.einsum("td,dkh->tkh", normed, w["k"]), w["k_norm"]), theta)
         v = jnp.einsum("td,dkh->tkh", normed, w["v"])
         k, v = (jnp.repeat(x, cfg.num_heads // cfg.num_kv_heads, axis=1) for x in (k, v))  # neighbours share one
         exps = jnp.exp(capped(jnp.einsum("tnh,snh->nts", q, k) / math.sqrt(cfg.query_scale), cfg.attn_softcap)) * seen
         attended = jnp.einsum("nts,snh->tnh", exps / exps.sum(-1, keepdims=True), v)
-        if cfg.attn_gate:
-            attended = attended / (1 + jnp.exp(-gate))
         return jnp.einsum("tnh,nhd->td", attended, w["o"])
 
     x = params["embed"][tokens] * math.sqrt(cfg.embed_dim)
     for i, kind in enumerate(cfg.kinds):
-        layers = params["layers"]
-        if kind in layers:  # a stack for each kind
-            layers, i = layers[kind], cfg.kinds[:i].count(kind)
-        w = {name: stacked[i] for name, stacked in layers.items()}
-        normed = rms(x, w["attn_norm"])
-        if kind == "delta":
-            mixed = delta_net(normed, w, cfg.delta, cfg.norm_eps)
-        else:
-            mixed = attention_layer(normed, w, kind)
-        x += rms(mixed, w["attn_post_norm"])
+        w = {name: stacked[i] for name, stacked in params["layers"].items()}
+        x += rms(attention_layer(rms(x, w["attn_norm"]), w, kind), w["attn_post_norm"])
         normed = rms(x, w["mlp_norm"])
         gate = normed @ w["gate"]
         gelu = gate / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
@@ -114,19 +74,12 @@ def log_probabilities(params, tokens, cfg, temperature):
 
 def with_adapters(base, adapters, scale):
     """The base with scale * a b added to the weights that have an a and a b."""
-
-    def of_stack(layers, sides):
-        layers = dict(layers)
-        for name, side in sides.items():
-            if name in ("delta", "global"):
-                layers[name] = of_stack(layers[name], side)
-                continue
-            count, *_, rank = side["a"].shape
-            a, b = side["a"].reshape(count, -1, rank), side["b"].reshape(count, rank, -1)
-            layers[name] = layers[name] + scale * jnp.einsum("lir,lro->lio", a, b).reshape(layers[name].shape)
-        return layers
-
-    return base | {"layers": of_stack(base["layers"], adapters["layers"])}
+    layers = dict(base["layers"])
+    for name, side in adapters["layers"].items():
+        count, *_, rank = side["a"].shape
+        a, b = side["a"].reshape(count, -1, rank), side["b"].reshape(count, rank, -1)
+        layers[name] += scale * jnp.einsum("lir,lro->lio", a, b).reshape(layers[name].shape)
+    return base | {"layers": layers}
 
 
 @partial(jax.jit, static_argnums=4, compiler_options=exactness_worker.FAST)
@@ -243,9 +196,6 @@ WAYS = [
 WIDE = [
     ("plain", {"tp": 8, "packing": "prefix", "rules": SEQ, "remat": "save_all"}, {"blocks": 3}),
     ("adapters", {"fsdp": 2, "tp": 4, "parts": 8, "remat": "save_qkv_out", "sync_every": 4, "rules": SEQ}, {}),
-    ("delta", {"tp": 8, "packing": "prefix", "rules": SEQ, "remat": "block"}, {"blocks": 3}),
-    ("delta", {"fsdp": 2, "tp": 4, "parts": 2, "packing": "sequences", "remat": "save_all", "sync_every": 2}, {"pieces": 2}),
-    ("delta_adapters", {"fsdp": 8, "packing": "prefix", "remat": "dots", "scan_layers": False}, {}),
 ]  # fmt: skip
 
 
