@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import fsspec
 import recorded_runs
+from processes import free_port
 
 LIMIT = 3600  # seconds until the server ends
 STEPS = 150
@@ -43,9 +43,7 @@ SETTINGS = (
 
 def served(store: str, folder: Path, python: str) -> tuple[subprocess.Popen, dict[str, str]]:
     """A server of objects on a free port of this machine, and the variables that lead to it."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     if store == "s3":
         words = [str(Path(python).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)]
@@ -77,9 +75,7 @@ def served(store: str, folder: Path, python: str) -> tuple[subprocess.Popen, dic
 
 def started(folder: str, log: Path, variables: dict[str, str], copies: list[Path]) -> list[subprocess.Popen]:
     """The processes of a run, each with its copies of buckets as on a machine of its own."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
+    port = str(free_port())
     processes = []
     for rank, place in enumerate(copies):
         own = {"TUNIX_LITE_BUCKETS": str(place)}
@@ -106,11 +102,10 @@ def killed(processes: list[subprocess.Popen]) -> int:
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    codes = [process.wait() for process in processes]
-    return codes[0]
+    return ended(processes)
 
 
-def ended(processes: list[subprocess.Popen], seconds: float) -> int:
+def ended(processes: list[subprocess.Popen], seconds: float | None = None) -> int:
     """The exit code of the first, once all have ended; raises TimeoutExpired."""
     codes = [process.wait(seconds) for process in processes]
     return codes[0]
@@ -222,14 +217,10 @@ def killed_and_compared(given: argparse.Namespace, draw: random.Random, folder: 
     # What the bucket holds now, brought to a machine that has seen nothing of it.
     shutil.rmtree(folder / "fresh", ignore_errors=True)
     fs.get("bucket/runs/one", str(folder / "fresh"), recursive=True)
-    one = {
-        "metrics": recorded_runs.metrics_of(folder / "alone"),
-        "checkpoint": recorded_runs.checkpoint_of(folder / "alone"),
-    }
-    two = {
-        "metrics": recorded_runs.metrics_of(folder / "fresh"),
-        "checkpoint": recorded_runs.checkpoint_of(folder / "fresh"),
-    }
+    one, two = (
+        {"metrics": recorded_runs.metrics_of(run), "checkpoint": recorded_runs.checkpoint_of(run)}
+        for run in (folder / "alone", folder / "fresh")
+    )
     wrong += recorded_runs.differences(one, two, ("checkpoint",))
     print(f"{len(two['metrics'])} rows of metrics and {len(two['checkpoint']) - 1} arrays compared", flush=True)
     print("\n".join(wrong) or "nothing is lost, and everything is equal")

@@ -12,6 +12,7 @@ from pathlib import Path
 from hydra._internal import config_loader_impl as loader
 from hydra._internal import defaults_list as listing
 from hydra._internal.config_repository import ConfigRepository
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +22,7 @@ LISTED: dict[str, object] = {}  # files as they are now and chosen options -> wh
 MERGED: dict[int, bytes] = {}  # the identity of such a list, which LISTED holds -> what comes of it
 ALONE: dict[tuple, bytes] = {}  # files as they are now, and where each stands in the settings -> what comes of them
 
+_parse_rule = functools.cache(OverridesParser.create().parse_rule)
 _interpolation_map = listing._create_interpolation_map
 _load_config = ConfigRepository.load_config
 _list_defaults = loader.create_defaults_list
@@ -111,6 +113,7 @@ def merge(self, defaults, repo):
     return pickle.loads(MERGED[id(defaults)])
 
 
+OverridesParser.parse_rule = lambda self, *text_and_rule: copy.copy(_parse_rule(*text_and_rule))
 ConfigRepository.load_config = load_config
 listing._create_interpolation_map = interpolation_map
 loader.CachingConfigRepository = Repository

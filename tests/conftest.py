@@ -57,7 +57,8 @@ USES_DISK = jax.config.jax_enable_compilation_cache
 # Files that take ten seconds and more begin first, or one of two cores would wait for the other's last file.
 LONG_FILES = "mesh step routes promises experts train docs preferences reward_models language_model sequence_losses "
 LONG_FILES += "qwen3_5 rounding ppo gemma4 sampling reference real_layers serve tinker mixtures held_out_loss lora "
-LONG_FILES += "terminal rollout_processes conformance plan leaving conversations few_programs packing text rollout"
+LONG_FILES += "terminal rollout_processes conformance plan leaving conversations few_programs packing text rollout "
+LONG_FILES += "agents hub_rows overlap config sizes"
 LONG_FILES = [f"test_{name}.py" for name in LONG_FILES.split()]
 
 

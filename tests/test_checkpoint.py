@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import re
 import shutil
@@ -107,28 +106,6 @@ def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path
     again.save(state_of(4))
     again.close()
     assert Checkpoints(tmp_path).steps() == [2, 4] and not half.exists()
-
-
-DAMAGE = {
-    "its manifest is gone": lambda step: (step / "default" / "manifest.ocdbt").unlink(),
-    "its description is gone": lambda step: (step / "default" / "_METADATA").unlink(),
-    "empty files": lambda step: [os.truncate(file, 0) for file in (step / "default" / "d").iterdir()],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_cannot_be_read_is_told_and_not_skipped(damage, tmp_path, caplog):
-    checkpoints = saved(tmp_path, 8, 9)
-    DAMAGE[damage](tmp_path / "9")
-    said = rf"^step 9 cannot be read \(.+\); remove {tmp_path}/9 to go on from step 8$"
-    with pytest.raises(ValueError, match=said):
-        checkpoints.restore(state_of(0))
-    with pytest.raises(ValueError, match=said):
-        checkpoints.restore_params(shapes(state_of(0).params))
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-    shutil.rmtree(tmp_path / "8")
-    with pytest.raises(ValueError, match="to begin anew: there is no earlier one$"):
-        checkpoints.restore(state_of(0))
 
 
 def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):

@@ -1,6 +1,7 @@
 """Damaged files of a run: one line with the file and the remedy, before anything is overwritten; never a traceback."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -88,9 +89,9 @@ def with_line(number: int, line: str | bytes | None):
     return damage
 
 
-def flipped(run: RunDir, name: str, of: int = LAST) -> None:
-    """One bit in the middle of a file of a checkpoint."""
-    (file,) = (run.checkpoints / str(of)).glob(name)
+def flipped(run: RunDir, name: str) -> None:
+    """One bit in the middle of a file of the newest checkpoint."""
+    (file,) = (run.checkpoints / str(LAST)).glob(name)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
@@ -192,7 +193,7 @@ def test_with_force_it_goes_on_and_nothing_is_lost(folder):
 
 
 @pytest.mark.parametrize("name", ["about.json", "default/_METADATA", "default/_sharding", "default/d/*"])
-def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_offered(name, folder):
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_offered(name, folder, caplog):
     run = RunDir(folder)
     flipped(run, name)
     prepared(folder)  # reads no array
@@ -203,8 +204,16 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_offered(name, folde
         checkpoints.restore(like)
     with pytest.raises(ValueError, match=said):
         checkpoints.restore_params(like.params)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "orbax says nothing of its own"
     shutil.rmtree(run.checkpoints / "8")
     np.testing.assert_array_equal(checkpoints.restore(like).params["w"], np.full((8, 2), 4))
+
+
+def test_a_file_of_the_only_checkpoint_that_is_gone_is_named_and_to_begin_anew_offered(folder):
+    (folder / "checkpoints" / "8" / "default" / "manifest.ocdbt").unlink()
+    shutil.rmtree(folder / "checkpoints" / "4")
+    with pytest.raises(ValueError, match=r"^step 8 cannot be read \(.+\); .* to begin anew: there is no earlier one$"):
+        Checkpoints(folder / "checkpoints").restore(state_of(0))
 
 
 def test_a_checkpoint_without_digests_is_still_read(folder):

@@ -1,5 +1,6 @@
 """The sizes in conf/model/ are the published ones: parameter counts, shapes, and which meshes divide them."""
 
+import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_a_size_has_as_many_parameters_as_published_and_a_mesh_that_does_not_div
             continue
         with pytest.raises(ValueError, match="|".join(undivided)):
             weights.check_divisible(table, mesh)
+
+
+def test_the_table_of_sizes_says_what_is_published(monkeypatch):
+    monkeypatch.syspath_prepend(CONF.parents[1] / "docs")
+    rows = importlib.import_module("model_table").render().splitlines()[2:]
+    cells = {row.split("`")[1].removeprefix("model="): [cell.strip() for cell in row.split("|")[3:-1]] for row in rows}
+    assert {name: int(parameters.replace(",", "")) for name, (parameters, *_) in cells.items()} == PUBLISHED
+    for name, (_, tp, *_) in cells.items():
+        assert {n for n in (1, 2, 4, 8) if (name, n) not in REFUSED} == set(map(int, tp.split(", "))) & {1, 2, 4, 8}
+    # by hand: 7,615,616,512 parameters of Qwen 2.5 7B are 15.23 GB; 28 layers project with 3584 x (3584 + 512 + 512 +
+    # 3584 + 3 x 18944) elements each, in int8 8.25 bits and in nf4 4.5 bits each, the rest in 16
+    projected = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    rest = 2 * (PUBLISHED["qwen2.5_7b"] - projected)
+    said = [f"{(rest + bits / 8 * projected) / 1e9:.2f}" for bits in (16, 8.25, 4.5)]
+    assert cells["qwen2.5_7b"][2:] == said
 
 
 GEMMA3_4B_TEXT = {
