@@ -141,16 +141,15 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
 
 
 def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):
-    """Libraries and programs stay. What the compiler freed serves the rollout, and stays free beside the update."""
-    there = plan.assemble_plan(machine(None), case_of(cfg), {})
-    rollout, *others = there.phases
-    freed = rollout.added_bytes + 50
-    with_it = plan.assemble_plan(replace(machine(None), process_bytes=700, compiler_bytes=freed), case_of(cfg), {})
+    """Libraries are there from the start; programs and what the compiler has freed, once they are compiled."""
+    of_process = replace(machine(None), process_bytes=700, compiler_bytes=50)
+    there, with_it = (plan.assemble_plan(one, case_of(cfg), {}) for one in (machine(None), of_process))
     # 3 layers; prompts of up to 10 tokens are read in one width, and the cache has 22 columns: two programs
     programs = (60_000_000 + 3 * 2 * 1_800_000) // jax.local_device_count()
-    assert with_it.resident == there.resident | {"process": 700, "programs": programs}
-    more = {one.name: after.added_bytes - one.added_bytes for one, after in zip(there.phases, with_it.phases)}
-    assert more == {"rollout": 50} | {phase.name: freed for phase in others}
+    more = {"process": 700, "programs": programs, "freed by the compiler": 50}
+    assert with_it.resident == there.resident | more
+    assert with_it.peak_bytes == there.peak_bytes + 700 + programs + 50
+    assert with_it.resume_bytes == there.resume_bytes + 700
     here = attached_machine()
     count = jax.local_device_count()
     assert (here.process_bytes, here.compiler_bytes) == (320_000_000 // count, 310_000_000 // count)

@@ -34,6 +34,8 @@ _STEPS_OF_EPOCHS = 1_000
 _SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 _PROGRAMS = "programs"
+# what the compiler has freed, and the process keeps
+_COMPILER = "freed by the compiler"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Plan:
     @property
     def resume_bytes(self) -> int:
         """The peak of resuming: the state is read where it stays, before any program."""
-        return sum(size for part, size in self.resident.items() if part != _PROGRAMS)
+        of_compiling = (_PROGRAMS, _COMPILER)
+        return sum(size for part, size in self.resident.items() if part not in of_compiling)
 
     @property
     def evaluation_bytes(self) -> int:
@@ -137,6 +140,7 @@ def assemble_plan(
     if machine.process_bytes:
         in_process = estimate.code_in_process() // jax.local_device_count()
         with_code |= {"process": machine.process_bytes, _PROGRAMS: in_process}
+        with_code |= {_COMPILER: machine.compiler_bytes}
 
     # The phases of a step, in their order.
     made = {}
@@ -185,14 +189,6 @@ def assemble_plan(
             # a refused program needs no less than the formula says
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
-
-    # The compiler freed blocks that a rollout takes again, but no temporaries of an update, which
-    # are one block.
-    if machine.compiler_bytes:
-        for name, (source, adds) in made.items():
-            taken = sum(adds.values()) if name == "rollout" else 0
-            freed = max(0, machine.compiler_bytes - taken)
-            made[name] = source, adds | {"freed by the compiler": freed}
 
     phases = tuple(Phase(name, *source_adds) for name, source_adds in made.items())
     messages = tuple(map(str, refused))

@@ -217,6 +217,8 @@ class Watch:
             watching_compiler(self.compiling) as self._compiling,
             self.profile.step(number - self.start),
         ):
+            # The update before may have freed its temporaries only after its state was there.
+            self._give_back_memory()
             self._elapsed = stopwatch()
             yield
         # The update's temporaries, before an evaluation or a checkpoint takes memory of its own.
