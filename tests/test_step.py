@@ -16,6 +16,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.types import Batch, Max, RowBatch, TokenScores, TrainState
+from tunix_lite.learner import update
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import OptimizerConfig, SGDConfig, init_opt_state, make_optimizer, num_updates
 from tunix_lite.learner.policy import make_policy, token_logprobs
@@ -159,11 +160,15 @@ def test_gradients_are_clipped_by_their_global_norm():
     np.testing.assert_allclose(loose.params["x"], -0.1 * np.array([-30 / 31, 40 / 41, 0.0]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     "wrong", [{"slope": (30.0, np.nan, 0.0)}, {"slope": (30.0, np.inf, 0.0)}, {"rate": 1e38}], ids=str
 )
-def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong):
+def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong, in_place, monkeypatch):
     """A rate of 1e38 gives a change whose norm float32 does not hold."""
+    by_hand, _ = small_problem(max_grad_norm=1.0)
+    if in_place:
+        monkeypatch.setattr(update, "MANY_WEIGHTS", 1)
     state, metrics = small_problem(max_grad_norm=1.0, **wrong)
     np.testing.assert_array_equal(state.params["x"], np.zeros(3))
     assert num_updates(state.opt_state) == 0 and int(state.step) == 1
@@ -172,11 +177,13 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong):
     assert metrics["train/skipped"] == 1 and metrics["train/update_norm"] == 0
     state, metrics = small_problem(max_grad_norm=1.0)
     assert metrics["train/skipped"] == 0 and num_updates(state.opt_state) == 1
+    jax.tree.map(np.testing.assert_array_equal, state, by_hand)
 
 
-def test_an_update_of_two_micro_batches_has_one_array_as_large_as_the_weights():
+def test_an_update_of_many_weights_has_one_array_as_large_as_they_are(monkeypatch):
     """By its compiler: the sum of gradients, and for a while the change of one of eight weights. With a gradient of each
     micro-batch, or all changes or new moments at once, it is two and more."""
+    monkeypatch.setattr(update, "MANY_WEIGHTS", 1)
     params = {str(i): jnp.full(50_000, 0.1) for i in range(8)}
 
     def scores(params, batch):

@@ -24,7 +24,7 @@ from tunix_lite.learner.routing import (
     with_expert_metrics,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
-from tunix_lite.models.unfused import unfused_on_cpu
+from tunix_lite.models.unfused import unfused
 from tunix_lite.models.vocabulary import gradients_added
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
@@ -33,6 +33,10 @@ from tunix_lite.parallel.compiling import compiled_once
 DROPOUT = 0xD0
 # and rounding
 ROUNDING = 0x70D
+
+# Weights from which on an update is made in place: with fewer, what it saves is less than what it
+# takes to make changes twice (docs/log.md, 28 November 2026).
+MANY_WEIGHTS = 2**26
 
 # (optimizer, state, gradients, loss) -> (new state, metrics)
 Apply = Callable[..., tuple[TrainState, Metrics]]
@@ -226,44 +230,66 @@ def apply(
     """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
     gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
     step is counted."""
-    updates, _ = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    is_finite, metrics = _norms_of(grads, updates, loss)
+    params = optax.apply_updates(state.params, updates)
+    moved = state.replace(params=params, opt_state=opt_state)
+    new = jax.tree.map(partial(jnp.where, is_finite), moved, state)
+    return new.replace(step=state.step + 1), metrics
+
+
+def apply_in_place(
+    optimizer: optax.GradientTransformation, state: TrainState, grads: Params, loss: jax.Array
+) -> tuple[TrainState, Metrics]:
+    """`apply` with less memory on a CPU, where XLA would keep all changes and new moments until it
+    is known whether they are finite. Here it makes the changes one weight after the other, for
+    their norm alone, and makes them again in place, from masked arrays."""
+
+    def on_cpu(
+        state: TrainState, grads: Params, loss: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        updates, _ = optimizer.update(grads, state.opt_state, state.params)
+        is_finite, metrics = _norms_of(grads, jax.tree.map(unfused, updates), loss)
+
+        def moved(is_finite: jax.Array) -> TrainState:
+            arrays = (grads, state.opt_state, state.params)
+            # Of the same arrays as above XLA would compute, and keep, the changes once.
+            arrays = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
+            updates, opt_state = optimizer.update(*arrays)
+            params = optax.apply_updates(state.params, updates)
+            new = state.replace(params=params, opt_state=opt_state)
+            return jax.tree.map(partial(jnp.where, is_finite), new, state)
+
+        # First the weights, then the moments, which the weights read.
+        params, after = unfused((moved(is_finite).params, is_finite))
+        new = moved(after).replace(params=params)
+        return new.replace(step=state.step + 1), metrics
+
+    elsewhere = partial(apply, optimizer)
+    return jax.lax.platform_dependent(state, grads, loss, cpu=on_cpu, default=elsewhere)
+
+
+def _norms_of(grads: Params, updates: Params, loss: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Whether an update is made, and its metrics."""
     norm = optax.tree.norm(grads)
-    # On a CPU, the change of one weight after the other: all of them are as large as the weights.
-    changes = jax.tree.map(unfused_on_cpu, updates)
-    size = optax.tree.norm(changes)
+    size = optax.tree.norm(updates)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(size)
-
-    # XLA for CPUs would keep all changes and moments until this is known. From masked arrays it
-    # makes them again, in place: first the weights, then the moments, which the weights read.
-    # Elsewhere all calls have equal arrays, and the compiler makes each result once.
-    def moved(is_finite: jax.Array) -> TrainState:
-        def masked(arrays: tuple) -> tuple:
-            return jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
-
-        arrays = (grads, state.opt_state, state.params)
-        arrays = jax.lax.platform_dependent(arrays, cpu=masked, default=lambda arrays: arrays)
-        updates, opt_state = optimizer.update(*arrays)
-        params = optax.apply_updates(state.params, updates)
-        new = state.replace(params=params, opt_state=opt_state)
-        return jax.tree.map(partial(jnp.where, is_finite), new, state)
-
-    params, after = unfused_on_cpu((moved(is_finite).params, is_finite))
-    new = moved(after).replace(params=params)
-    metrics = {
+    return is_finite, {
         "train/grad_norm": norm,
         "train/update_norm": jnp.where(is_finite, size, 0.0),
         "train/skipped": 1.0 - is_finite,
     }
-    return new.replace(step=state.step + 1), metrics
 
 
 def apply_for(state: TrainState, seed: int) -> Apply:
-    """`apply`; for a state with arrays in bfloat16 (training.mixed_precision=bf16_params) one that
-    rounds them by chance: to the nearest, an update of less than half a last digit would never
-    arrive. The numbers come from (seed, step), the same on every mesh; what has not moved is exact,
-    and stays."""
+    """`apply`, or `apply_in_place` of many weights. For a state with arrays in bfloat16
+    (training.mixed_precision=bf16_params) one that rounds them by chance: to the nearest, an update
+    of less than half a last digit would never arrive. The numbers come from (seed, step), the same
+    on every mesh; what has not moved is exact, and stays."""
+    num_weights = sum(x.size for x in jax.tree.leaves(state.params))
+    change = apply_in_place if num_weights >= MANY_WEIGHTS else apply
     if all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(state)):
-        return apply
+        return change
 
     def in_bfloat16(
         optimizer: optax.GradientTransformation,
@@ -271,7 +297,7 @@ def apply_for(state: TrainState, seed: int) -> Apply:
         grads: Params,
         loss: jax.Array,
     ) -> tuple[TrainState, Metrics]:
-        moved, metrics = apply(optimizer, widen(state), widen(grads), loss)
+        moved, metrics = change(optimizer, widen(state), widen(grads), loss)
         leaves, form = jax.tree.flatten((moved.params, moved.opt_state))
         types = [x.dtype for x in jax.tree.leaves((state.params, state.opt_state))]
         key = jax.random.fold_in(jax.random.key(seed), ROUNDING)

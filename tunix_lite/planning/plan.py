@@ -83,14 +83,18 @@ class Plan:
         return sum(size for part, size in self.resident.items() if part not in of_compiling)
 
     @property
-    def evaluation_bytes(self) -> int:
-        """The peak of `tunix-lite evaluate` with the rollout of this plan. The weights as they were
-        loaded are freed before it, and what it takes beside its own weights lies in their place."""
-        adds = next(phase.adds for phase in self.phases if phase.name == "rollout")
+    def evaluation_bytes(self) -> int | None:
+        """The peak of `tunix-lite evaluate` on a CPU with the rollout of this plan; None: it has
+        none, or is of another device. The weights as they were loaded are freed before it, and what
+        it takes beside its own weights lies in their place."""
+        adds = next((phase.adds for phase in self.phases if phase.name == "rollout"), {})
+        copy = adds.get("weights to sample")
+        if copy is None or "process" not in self.resident:
+            return None
         loaded = sum(self.resident.get(part, 0) for part in ("parameters", "frozen base"))
-        beside = sum(adds.values()) - adds["weights to sample"]
-        of_process = self.resident.get("process", 0) + self.resident.get(_PROGRAMS, 0)
-        return of_process + adds["weights to sample"] + max(loaded, beside)
+        beside = sum(adds.values()) - copy
+        of_process = self.resident["process"] + self.resident[_PROGRAMS]
+        return of_process + copy + max(loaded, beside)
 
     @property
     def fullest(self) -> Phase:

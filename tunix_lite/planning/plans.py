@@ -150,6 +150,8 @@ class Plans:
                 "programs": programs,
                 "refused_by_the_compiler": list(one.refused),
             }
+            if one.evaluation_bytes is not None:
+                described["evaluation_peak_bytes"] = one.evaluation_bytes
             if one.apart:
                 described["device_that_only_samples"] = one.apart
             if one.resolved.converses:
