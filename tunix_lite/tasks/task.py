@@ -621,7 +621,8 @@ class Grader:
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        turns = [turn for one in rollout.conversations or () for turn in one.turns]
+        ended = () if rollout.conversations is None else rollout.conversations
+        turns = [turn for one in ended for turn in one.turns]
         replies = [turn.reply for turn in turns if turn.reply.failure]
         first = self._first_failure(calls)
         if replies and not first:
@@ -724,7 +725,7 @@ class Grader:
             correct_B = each[ENVIRONMENT] > 0
         prompts = [task.text.ask(example) for example in self.examples]
         # environments may begin with something else
-        for place, one in enumerate(conversations or ()):
+        for place, one in enumerate(() if conversations is None else conversations):
             if one.opening is not None:
                 prompts[place] = one.opening
         extracted = [one["extract"] for one in outcomes]
