@@ -116,17 +116,18 @@ def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
 
     # Pad each part to whole blocks, and put the blocks first, to scan over them.
     device = jax.sharding.get_abstract_mesh().abstract_device
-    blocks = num_blocks(share, tokens // parts_of("batch"), device and device.platform)
+    on_cpu = device is not None and device.device_kind == "cpu"
+    blocks = num_blocks(share, tokens // parts_of("batch"), on_cpu)
     size = -(-V // (parts * blocks))
     padding = ((0, 0), (0, blocks * size - share), (0, 0))
     table_PXD = jnp.pad(table_VD.reshape(parts, share, D), padding)
     return table_PXD.reshape(parts, blocks, size, D).swapaxes(0, 1)
 
 
-def num_blocks(vocabulary: int, tokens: int, platform: str | None = None) -> int:
-    """Counts the blocks that a part of the vocabulary is cut into on this platform (None: any but a
-    CPU); a number that divides it, if one is near."""
-    at_once = min(SCORES_AT_ONCE, _ON_CPU) if platform == "cpu" else SCORES_AT_ONCE
+def num_blocks(vocabulary: int, tokens: int, on_cpu: bool = False) -> int:
+    """Counts the blocks that a part of the vocabulary is cut into; a number that divides it, if one
+    is near."""
+    at_once = min(SCORES_AT_ONCE, _ON_CPU) if on_cpu else SCORES_AT_ONCE
     needed = -(-vocabulary * tokens // at_once)
     wanted = min(max(1, needed), vocabulary)
     near = range(wanted, min(2 * wanted, vocabulary) + 1)

@@ -14,6 +14,7 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import state_layout
+from tunix_lite.learner.update import MANY_WEIGHTS
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
@@ -254,7 +255,8 @@ class MemoryEstimate:
     def update(self) -> dict[str, int]:
         """The bytes that the update adds: its batch, gradients, and activations: what is kept of
         every layer, and the larger of one layer at work (recomputed forward, and backward) and the
-        head's scores; or, on a CPU, the changes of the weights, if they are more."""
+        head's scores; or, on a CPU, the changes of the weights, if they are more and not made in
+        place."""
         resolved = self.resolved
         rows, width = self._tokens_at_once()
         layer = 2 * self._layer_at_work(rows * width)
@@ -271,7 +273,9 @@ class MemoryEstimate:
             # of the teacher: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
             activations += MemoryEstimate(resolved.as_scorer(name))._head_at_work(rows)
-        if resolved.platform == "cpu":
+        weights = jax.tree.leaves(resolved.tables.networks)
+        count = sum(math.prod(weight.shape) for weight in weights)
+        if resolved.platform == "cpu" and count < MANY_WEIGHTS:
             # The changes of all weights are there before the first of them moves.
             changes = resolved.table_bytes(resolved.tables.networks, jnp.float32)
             activations = max(activations, changes)
@@ -501,7 +505,8 @@ class MemoryEstimate:
         scored = rows * (in_a_row or resolved.rows.num_scored)
 
         # the head runs over blocks of the vocabulary, as many as keep the scores small
-        blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored, resolved.platform)
+        on_cpu = resolved.platform == "cpu"
+        blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored, on_cpu)
         scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
         hidden = 6 * scored * cfg.embed_dim
         table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
