@@ -1,10 +1,12 @@
 """Rollouts that overlap with learning: what goes on over an update, what an update takes, what is remembered."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import overlap_worker
 import pytest
@@ -12,11 +14,16 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sequences import sequence_sum
+from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import (
     Conversation,
     Rollout,
+    RowBatch,
     SampledTurn,
+    TokenScores,
     TrainState,
     TurnReply,
 )
@@ -490,3 +497,58 @@ def test_a_checkpoint_keeps_what_is_in_flight_and_damage_is_named(tmp_path):
     (tmp_path / "checkpoints/3/in_flight.npz").write_bytes(b"PK no zip")
     with pytest.raises(ValueError, match="in_flight.npz"):
         Checkpoints(tmp_path / "checkpoints").in_flight(3)
+
+
+def product_ratio(log_ratio_RW, batch):
+    """A completion has one ratio, the product of its tokens' ratios: the importance weight."""
+    return sequence_sum(log_ratio_RW, batch)
+
+
+def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
+    """All completions over {end, a, b} of up to three tokens, by a table of logits for each prefix. The first token was
+    drawn two updates ago, the second one ago, the third now; a third of the completions began one update later."""
+    rng = np.random.default_rng(0)
+    prefixes = [p for n in range(3) for p in itertools.product((1, 2), repeat=n)]
+    tables = rng.normal(size=(3, len(prefixes), 3))
+    log_tables = tables - np.log(np.exp(tables).sum(axis=-1, keepdims=True))
+    short = [(*p, 0) for p in prefixes]
+    completions = short + [(*p, t) for p in prefixes if len(p) == 2 for t in (1, 2)]
+    values = rng.normal(size=len(completions))
+
+    def places(y):
+        return [prefixes.index(y[:t]) for t in range(len(y))]
+
+    for versions, share in (((0, 1, 2), 2 / 3), ((1, 2, 2), 1 / 3)):
+        old = [[log_tables[v, s, t] for v, s, t in zip(versions, places(y), y)] for y in completions]
+        drawn_with = np.array([np.exp(sum(row)) for row in old])
+        np.testing.assert_allclose(drawn_with.sum(), 1)
+
+        # By hand: sum over completions of p(y) A(y) d log p(y), with the policy now.
+        wanted = np.zeros(log_tables[2].shape)
+        for y, value in zip(completions, values):
+            chance = np.exp(sum(log_tables[2, s, t] for s, t in zip(places(y), y)))
+            for s, t in zip(places(y), y):
+                wanted[s] += chance * value * (np.eye(3)[t] - np.exp(log_tables[2, s]))
+
+        # By our loss: each completion once, weighted by how often it is drawn.
+        mask = np.array([[t < len(y) for t in range(3)] for y in completions])
+        padded = np.array([(*y, 0, 0)[:3] for y in completions])
+        where = np.array([(*places(y), 0, 0)[:3] for y in completions])
+        # what per_sequence gives, in float64
+        weights = mask / mask.sum(axis=1, keepdims=True) * drawn_with[:, None]
+        algorithm = GRPO(ratio=product_ratio, clip_low=None, clip_high=None, weighting=per_sequence)
+        with jax.enable_x64(True):
+            batch = RowBatch(
+                tokens=jnp.asarray(padded),
+                token_mask=jnp.asarray(mask),
+                loss_weight=jnp.asarray(share * weights),
+                advantages=jnp.asarray(np.broadcast_to(values[:, None], mask.shape)),
+                old_logprobs=jnp.asarray([(*row, 0.0, 0.0)[:3] for row in old]),
+            )
+
+            def loss(table, batch=batch, where=where, padded=padded, algorithm=algorithm):
+                logprobs = jax.nn.log_softmax(table)[where, padded]
+                return algorithm.loss(TokenScores(logprobs, jnp.zeros_like(logprobs)), batch)[0]
+
+            found = jax.grad(loss)(jnp.asarray(tables[2]))
+        np.testing.assert_allclose(-np.asarray(found), share * wanted, atol=1e-12)
