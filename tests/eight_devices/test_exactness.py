@@ -253,9 +253,9 @@ def cut_into(monkeypatch, blocks: int = 1, pieces: int = 1):
     """Fewer scores at once, as they would be with a larger vocabulary and longer rows; and how many there then were."""
     seen, num_blocks, piece_length = [], vocabulary.num_blocks, attention.piece_length
 
-    def blocks_of(size, tokens):
+    def blocks_of(size, tokens, *on_cpu):
         monkeypatch.setattr(vocabulary, "SCORES_AT_ONCE", -(-size * tokens // blocks))
-        seen.append(("blocks", num_blocks(size, tokens)))
+        seen.append(("blocks", num_blocks(size, tokens, *on_cpu)))
         return seen[-1][1]
 
     def piece_of(q, keys):
