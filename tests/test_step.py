@@ -166,7 +166,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 )
 def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong, in_place, monkeypatch):
     """A rate of 1e38 gives a change whose norm float32 does not hold."""
-    by_hand, _ = small_problem(max_grad_norm=1.0)
+    plain, _ = small_problem(max_grad_norm=1.0)
     if in_place:
         monkeypatch.setattr(update, "MANY_WEIGHTS", 1)
     state, metrics = small_problem(max_grad_norm=1.0, **wrong)
@@ -177,7 +177,7 @@ def test_an_update_that_is_not_finite_changes_nothing_but_the_step(wrong, in_pla
     assert metrics["train/skipped"] == 1 and metrics["train/update_norm"] == 0
     state, metrics = small_problem(max_grad_norm=1.0)
     assert metrics["train/skipped"] == 0 and num_updates(state.opt_state) == 1
-    jax.tree.map(np.testing.assert_array_equal, state, by_hand)
+    jax.tree.map(np.testing.assert_array_equal, state, plain)
 
 
 def test_an_update_of_many_weights_has_one_array_as_large_as_they_are(monkeypatch):
