@@ -37,7 +37,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.compiler_options import FOR_UPDATES
+from tunix_lite.parallel.compiler_options import for_updates
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
@@ -94,7 +94,8 @@ class FixedWork:
         optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-5), max_steps=100)
         state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
-        train_step = TrainStep(policy, algorithm, optimizer, compiler_options=FOR_UPDATES)
+        options = for_updates(weights.num_params(decoder.weights(CFG)))
+        train_step = TrainStep(policy, algorithm, optimizer, compiler_options=options)
         prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
         return cls(generate, policy, train_step, rows, state, prompts)
 

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.distributed import host_memory
 from tunix_lite.parallel import compiling
-from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
+from tunix_lite.parallel.compiler_options import FOR_DECODING, for_updates, options_of_mesh
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import devices_of, find_machine
@@ -159,3 +159,8 @@ def test_what_is_allocated_lies_in_huge_pages_and_is_given_back_when_asked():
     assert int(after) < 300 and is_given_again == "False"
     # some systems have no huge pages of 2 MiB, or count addresses
     assert is_huge == str(host_memory._can_reserve_addresses())
+
+
+def test_only_an_update_of_many_weights_runs_its_kernels_in_the_order_of_least_memory():
+    assert for_updates(2**26 - 1) == {}
+    assert for_updates(2**26)["cpu"] == {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

@@ -23,7 +23,7 @@ from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.vocabulary import token_scores
-from tunix_lite.parallel.compiler_options import FOR_UPDATES
+from tunix_lite.parallel.compiler_options import LEAST_MEMORY
 from tunix_lite.parallel.mesh import put
 
 
@@ -195,7 +195,7 @@ def test_an_update_of_many_weights_has_one_array_as_large_as_they_are(monkeypatc
     fields = (put(x, "batch", "seq") for x in (rows, rows > 0, rows.astype(np.float32)))
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1), max_steps=2)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    train_step = TrainStep(Policy(None, scores), SFT(), optimizer, compiler_options=FOR_UPDATES)
+    train_step = TrainStep(Policy(None, scores), SFT(), optimizer, compiler_options=LEAST_MEMORY)
     compiled = train_step.compile(state, None, RowBatch(*fields, max_micro_batches=2))
     assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * (8 * 50_000 * 4)
 
@@ -220,7 +220,7 @@ def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(monkeypatch):
     def compiled():
         step = TrainStep(Policy(None, scores), SFT(), None)
         gradients = lambda params, batch: step.gradients(params, None, 0, batch, places)  # noqa: E731
-        return jax.jit(gradients, compiler_options=FOR_UPDATES["cpu"]).lower(params, batch).compile()
+        return jax.jit(gradients, compiler_options=LEAST_MEMORY["cpu"]).lower(params, batch).compile()
 
     in_place = compiled()
     monkeypatch.setattr("tunix_lite.learner.update.gradients_added", lambda *_: nullcontext())

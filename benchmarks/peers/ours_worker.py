@@ -31,7 +31,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.compiler_options import FOR_UPDATES
+from tunix_lite.parallel.compiler_options import for_updates
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -123,7 +123,8 @@ class Run:
         reference = base if self.lora else jax.tree.map(jnp.copy, base)
         self.state = TrainState(put(np.int32(0)), trained, init_opt_state(optimizer, trained))
         self.policy = self._policy(work, reference)
-        self.update = TrainStep(self.policy, self.algorithm, optimizer, lora=self.lora, compiler_options=FOR_UPDATES)
+        options = for_updates(weights.num_params(table))
+        self.update = TrainStep(self.policy, self.algorithm, optimizer, lora=self.lora, compiler_options=options)
 
     def _layout(self, work: dict, packing: str) -> RowLayout:
         """Rows as a run with this packing plans them: all in one pass, or, where most completions are short, in

@@ -26,17 +26,17 @@ from tunix_lite.learner.routing import (
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.unfused import unfused
 from tunix_lite.models.vocabulary import gradients_added
-from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
+from tunix_lite.parallel.compiler_options import (
+    MANY_WEIGHTS,
+    OptionsByPlatform,
+    options_of_mesh,
+)
 from tunix_lite.parallel.compiling import compiled_once
 
 # folded into the seed, so that dropout and sampling share no numbers
 DROPOUT = 0xD0
 # and rounding
 ROUNDING = 0x70D
-
-# Weights from which on an update is made in place on a CPU. Their changes alone take 0.27 GB; an
-# update in place has more kernels, traffic and collectives, as benchmarks/gate.py counts.
-MANY_WEIGHTS = 2**26
 
 # (optimizer, state, gradients, loss) -> (new state, metrics)
 Apply = Callable[..., tuple[TrainState, Metrics]]
@@ -288,6 +288,7 @@ def apply_for(state: TrainState, seed: int) -> Apply:
     of less than half a last digit would never arrive. The numbers come from (seed, step), the same
     on every mesh; what has not moved is exact, and stays."""
     num_weights = sum(x.size for x in jax.tree.leaves(state.params))
+    # In place it takes more kernels, traffic and collectives, as benchmarks/gate.py counts.
     change = apply_in_place if num_weights >= MANY_WEIGHTS else apply
     if all(x.dtype != jnp.bfloat16 for x in jax.tree.leaves(state)):
         return change

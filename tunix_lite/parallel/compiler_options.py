@@ -22,11 +22,19 @@ FOR_DECODING: OptionsByPlatform = {
     "tpu": {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}
 }
 
+# Weights from which on an update on a CPU is made for little memory.
+MANY_WEIGHTS = 2**26
+
 # XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
-# once. Nothing was faster for it (docs/log.md, 25 and 28 November 2026).
-FOR_UPDATES: OptionsByPlatform = {
+# once. A toy's update takes 3 % longer with this order (docs/log.md, 28 November 2026).
+LEAST_MEMORY: OptionsByPlatform = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
+
+
+def for_updates(num_weights: int) -> OptionsByPlatform:
+    """The options of an update of a model with so many weights, frozen ones among them."""
+    return LEAST_MEMORY if num_weights >= MANY_WEIGHTS else {}
 
 
 def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:

@@ -14,13 +14,13 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import state_layout
-from tunix_lite.learner.update import MANY_WEIGHTS
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
 from tunix_lite.models.weights import Weight, is_quantized
+from tunix_lite.parallel.compiler_options import MANY_WEIGHTS
 from tunix_lite.rollout.cache import column_sizes
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS, prompt_widths
 from tunix_lite.rollout.memory import SamplingMemory, slots_that_fit, weights_that_fit

@@ -29,7 +29,7 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import route_type
-from tunix_lite.parallel.compiler_options import FOR_UPDATES
+from tunix_lite.parallel.compiler_options import for_updates
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, part_of_mesh, set_rules, sharding
 from tunix_lite.settings.resolved_run import ResolvedRun
@@ -221,6 +221,6 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.lora,
         resolved.run.seed,
         training.sync_gradients_every if resolved.fsdp > 1 else 1,
-        FOR_UPDATES,
+        for_updates(weights.num_params(decoder.weights(resolved.cfg))),
         router if router.is_on else None,
     )

@@ -39,7 +39,7 @@ from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
-from tunix_lite.parallel.compiler_options import FOR_UPDATES
+from tunix_lite.parallel.compiler_options import for_updates
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import RunConfig
@@ -423,7 +423,8 @@ class Trainer:
             scan_layers=training.scan_layers,
         )
         policy = Policy(None, scores)
-        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, FOR_UPDATES)
+        options = for_updates(weights.num_params(decoder.weights(self.cfg)))
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
 
     @property
     def max_length(self) -> int:
