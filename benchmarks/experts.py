@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix_lite.models import decoder, experts, groups
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.grouped import grouped_product
+from tunix_lite.models.layer_kind import Surroundings
 from tunix_lite.models.weights import for_compute
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import devices_of, find_machine
@@ -52,7 +53,7 @@ def layer(cfg: Architecture, dtype: str):
         w = {n: for_compute(leaf, table[n], jnp.dtype(dtype)) for n, leaf in w.items()}
         if cfg.experts is None:
             return experts.dense_feed_forward(x, w, cfg, decoder.Products())
-        return experts.feed_forward(x, x, w, cfg, decoder.Products())[0]
+        return experts.feed_forward(x, x, w, cfg, Surroundings(decoder.Products(), (), None))[0]
 
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(fed(w, x).astype(jnp.float32))), argnums=(0, 1))
     return table, jax.jit(fed), jax.jit(gradient)
@@ -63,7 +64,9 @@ def count(target: str, cfg: Architecture, N: int) -> None:
     machine = find_machine(target)
     chip = machine.hardware
     E, k, D, F = cfg.experts.count, cfg.experts.per_token, cfg.embed_dim, cfg.experts.mlp_dim
-    pairs, reached = N * k, groups.expected_touched(E, N, k)
+    pairs = N * k
+    made = partial(groups.group, experts=E, block=groups.block_of(pairs, E))
+    reached = jax.eval_shape(made, jax.ShapeDtypeStruct((N, k), jnp.int32)).expected_touched
     few = N <= 512
     mesh = make_mesh(((1, 1), ("fsdp", "tp")), devices_of(machine)[:1])
     with jax.set_mesh(mesh):

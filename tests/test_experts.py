@@ -20,6 +20,7 @@ from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.models import attention, decoder, experts, grouped, grouped_kernels, layer_by_layer
 from tunix_lite.models import groups as groups_
 from tunix_lite.models.architecture import Architecture, Experts
+from tunix_lite.models.layer_kind import Surroundings
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import Int8, Weight, dense, for_compute
@@ -104,7 +105,9 @@ def by_token(x, normed, w, sizes, route=None):
 
 @partial(jax.jit, static_argnums=3)
 def fed(x, normed, w, cfg, routes=None, is_token=None):
-    return experts.feed_forward(x, normed, w, cfg, decoder.Products(), routes, is_token)
+    sequences = None if is_token is None else attention.AttentionMeta(None, is_token)
+    around = Surroundings(decoder.Products(), (), None, sequences=sequences, routes=routes)
+    return experts.feed_forward(x, normed, w, cfg, around)
 
 
 def hidden(seed=1, shape=(3, 5, 16)):
@@ -261,7 +264,9 @@ def test_a_mixture_compiles_for_an_h100(products, shape, dtype):
 
     def out(w, x):
         w = {name: for_compute(leaf, table[name], jnp.bfloat16) for name, leaf in w.items()}
-        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, products)[0].astype(jnp.float32)))
+        return jnp.sum(
+            jnp.sin(experts.feed_forward(x, x, w, cfg, Surroundings(products, (), None))[0].astype(jnp.float32))
+        )
 
     mesh = make_mesh(((1, 1), ("fsdp", "tp")), devices)
     with jax.set_mesh(mesh), jax.default_device(devices[0] if products.tokamax else None):
@@ -364,7 +369,8 @@ def test_what_memory_holds_in_rows_without_a_pair_reaches_nothing(family, monkey
 
     def loss(w, x):
         w = {name: for_compute(leaf, table[name], jnp.float32) for name, leaf in w.items()}
-        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, decoder.Products())[0]))
+        around = Surroundings(decoder.Products(), (), None)
+        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, around)[0]))
 
     for value in (0, np.nan):
         monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype, value=value: jnp.full(shape, value, dtype))
@@ -481,8 +487,8 @@ def test_a_token_counts_the_experts_that_compute_it():
 
 def test_rows_and_experts_of_so_many_tokens():
     # one token reaches its k experts; 64 tokens with 8 of 128: 128 (1 - (15/16)^64)
-    assert groups_.expected_touched(128, 1, 8) == 8
-    assert groups_.expected_touched(128, 64, 8) == pytest.approx(128 * (1 - 0.9375**64))
+    assert groups_.group(jnp.zeros((1, 8), int), 128, 16).expected_touched == 8
+    assert groups_.group(jnp.zeros((64, 8), int), 128, 16).expected_touched == pytest.approx(128 * (1 - 0.9375**64))
     # 2,048 tokens with 8 of 64: blocks of 64, and at most one block more for each expert
     assert groups_.block_of(16384, 64) == 64 and groups_.rows_needed(16384, 64) == 16384 + 64 * 64
     # few pairs: a block of 16 for each

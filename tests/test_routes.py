@@ -26,7 +26,7 @@ from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, experts
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.routes import recorded, replayed, route_type
+from tunix_lite.models.routes import no_routes, recorded, replayed
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -114,15 +114,17 @@ def test_routes_take_a_byte_an_expert_up_to_256_experts_and_say_what_is_not_reco
     def of(count, k):
         return replace(CFG, experts=Experts(count, k, 4))
 
-    assert route_type(of(256, 8)) == (L * 8, np.uint8)
-    assert route_type(of(257, 8)) == (L * 8, np.uint16)
+    for count, dtype in ((256, np.uint8), (257, np.uint16)):
+        none = no_routes(of(count, 8), 3)
+        assert none.shape == (3, L * 8) and none.dtype == dtype
     for count, k in ((8, 1), (256, 8), (300, 4)):
         cfg = of(count, k)
         rng = np.random.default_rng(0)
         ids = np.stack([rng.permutation(count)[:k] for _ in range(L * 3 * 5)]).reshape(L, 3, 5, k)
         ids[0, 0, 0] = np.arange(count - k, count)[::-1]  # the largest ids
         routes = np.array(recorded(jnp.asarray(ids), cfg))
-        assert routes.dtype == route_type(cfg)[1] and routes.shape == (3, 5, route_type(cfg)[0])
+        none = no_routes(cfg, 3, 5)
+        assert routes.dtype == none.dtype and routes.shape == none.shape
         routes[1, 2] = 0
         expected = ids.copy()
         expected[:, 1, 2] = -1
@@ -178,10 +180,10 @@ WIDE = [pytest.param(how, marks=pytest.mark.wide) for how in ("none", "sequences
 def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(sampled, mixture, expected_forced, how):
     routes, expected = expected_forced
     batch = batch_of(sampled, routes)
-    found = make_policy(CFG, None, 1.0, rows=LAYOUTS[how], replays=True).rescore(mixture, batch)
+    found = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(mixture, batch)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     if how == "prefix":  # and they are not those of the router
-        native = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(mixture, batch)
+        native = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(mixture, batch_of(sampled, None))
         np.testing.assert_allclose(native, sampled.full_logprobs, atol=2e-5)
         assert np.abs(native - expected).max() > 0.1
 
@@ -189,7 +191,7 @@ def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(sampled, m
 def test_the_order_of_the_batch_changes_no_bit_of_a_sequence(sampled, mixture, expected_forced):
     batch = batch_of(sampled, expected_forced[0])
     order = np.random.default_rng(1).permutation(P * G)
-    score = make_policy(CFG, None, 1.0, rows=LAYOUTS["micro-batches"], replays=True).rescore
+    score = make_policy(CFG, None, 1.0, rows=LAYOUTS["micro-batches"]).rescore
     shuffled = jax.tree.map(lambda x: x[order], batch)
     np.testing.assert_array_equal(score(mixture, shuffled), score(mixture, batch)[order])
 
@@ -229,7 +231,7 @@ def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, exp
     params = random_params(CFG)
     generate = make_generate(CFG, GENERATION, EOS, 0, rollout=RolloutConfig(num_slots=4, chunk=4))
     rollout = generate(params, ragged_prompts(P), jax.random.key(7), G)
-    score = make_policy(CFG, None, 1.0, rows=LAYOUTS["none"], replays=True).rescore
+    score = make_policy(CFG, None, 1.0, rows=LAYOUTS["none"]).rescore
     ratio = np.exp(score(params, batch_of(rollout, rollout.routes)) - rollout.full_logprobs)
     np.testing.assert_allclose(ratio[rollout.completion_mask], 1, atol=2e-5)
     # the same draws as on one device, with the same experts
@@ -308,7 +310,8 @@ def test_the_ratio_is_one_with_replay_where_rounding_makes_the_router_flip(with_
     layout = RowLayout("sequences", 16, None, SHAPE, 1)
     ratios = {}
     for replays in (True, False):
-        scores = make_policy(cfg, None, 1.0, rows=layout, replays=replays).rescore(params, batch)
+        rescore = replace(make_policy(cfg, None, 1.0, rows=layout).rescore, replays=replays)
+        scores = rescore(params, batch)
         ratios[replays] = np.exp(scores - rollout.full_logprobs)[rollout.completion_mask]
     np.testing.assert_allclose(ratios[True], 1, atol=2e-5)
     assert np.abs(ratios[False] - 1).max() > 0.1 and np.mean(np.abs(ratios[False] - 1) > 1e-3) > 0.01

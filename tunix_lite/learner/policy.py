@@ -40,8 +40,9 @@ class _Rescore:
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     compiled: Callable[[Params, RowBatch], jax.stages.Compiled]
-    # whether tokens take the experts that the sampler recorded
-    replays: bool = False
+    # whether tokens take the experts that the sampler recorded, as they do in the update; then
+    # log-probabilities differ by weights alone
+    replays: bool = True
     # seconds of its calls are added up, under the name of a metric
     metric: str = "time/rescore"
     seconds: Counter = field(default_factory=Counter)
@@ -131,17 +132,15 @@ def make_policy(
     dtype: DTypeLike = jnp.float32,
     reference: Params | None = None,
     rows: RowLayout = ROWS,
-    replays: bool = False,
     seconds: Counter | None = None,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term. rows: the layout where `collect` asks for scores. replays: there,
-    tokens take the experts that were recorded, as they do in the update; then log-probabilities
-    differ by weights alone. seconds: gets those of scoring, by the name of their metric. scoring:
-    settings of decoder.forward, such as `remat`.
+    frozen params of the KL term. rows: the layout where `collect` asks for scores. seconds: gets
+    those of scoring, by the name of their metric. scoring: settings of decoder.forward, such as
+    `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
@@ -158,9 +157,7 @@ def make_policy(
     scores = of_tokens if cfg.output == "logits" else numbers
     # compiled when it is called first, and again for other shapes or types
     program = compiled_once(scoring_program(scores, rows).lower)
-    rescore = _Rescore(
-        rows, program, replays, seconds=Counter() if seconds is None else seconds
-    )
+    rescore = _Rescore(rows, program, seconds=Counter() if seconds is None else seconds)
     frozen = {}
     if reference is not None:
         of_reference = replace(rescore, metric="time/reference")

@@ -9,6 +9,7 @@ no gradient; z is of arXiv:2202.08906.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -49,24 +50,25 @@ def with_expert_sums(
     no field for them. routed: of all layers, stacked. routes_LRWk: as it took them."""
     if not hasattr(scores_RW, "experts"):
         return scores_RW
+    count = partial(jnp.sum, dtype=jnp.float32)
     is_token_RW = batch.segment_ids > 0
     sums = ExpertSums(
         load=routed.load,
         prob=routed.prob_sum,
         z=jnp.sum(routed.z_sum),
-        tokens=jnp.sum(is_token_RW, dtype=jnp.float32),
+        tokens=count(is_token_RW),
     )
-    if routes_LRWk is None:
-        return scores_RW._replace(experts=sums)
-    # Experts in another order are the same route.
-    is_among = (routed.ids[..., None] == routed.native[..., None, :]).any(axis=-1)
-    has_moved_LRW = ~is_among.all(axis=-1) & (routes_LRWk[..., 0] >= 0) & is_token_RW
-    replayed_RW = (routes_LRWk[0, ..., 0] >= 0) & is_token_RW
-    sums = sums._replace(
-        replayed=jnp.sum(replayed_RW, dtype=jnp.float32),
-        moved_tokens=jnp.sum(has_moved_LRW.any(axis=0), dtype=jnp.float32),
-        moved_pairs=jnp.sum(has_moved_LRW, dtype=jnp.float32),
-    )
+    if routes_LRWk is not None:
+        # Experts in another order are the same route.
+        native_LRW1k = routed.native[..., None, :]
+        is_among = (routed.ids[..., None] == native_LRW1k).any(axis=-1)
+        is_replayed_LRW = (routes_LRWk[..., 0] >= 0) & is_token_RW
+        has_moved_LRW = ~is_among.all(axis=-1) & is_replayed_LRW
+        sums = sums._replace(
+            replayed=count(is_replayed_LRW[0]),
+            moved_tokens=count(has_moved_LRW.any(axis=0)),
+            moved_pairs=count(has_moved_LRW),
+        )
     return scores_RW._replace(experts=sums)
 
 
@@ -79,10 +81,6 @@ class RouterLoss:
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.aux_coef or self.z_coef)
 
     def __call__(self, sums: ExpertSums, totals: dict[str, jax.Array]) -> jax.Array:
         """The share of a micro-batch in the losses. totals: LOAD and NUM_TOKENS of the whole batch,

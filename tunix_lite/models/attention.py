@@ -282,12 +282,7 @@ def _in_pieces(
 ) -> jax.Array:
     """`attend` for one piece of the queries after the other."""
 
-    def piece(
-        sinks_N: jax.Array | None,
-        q_meta: AttentionMeta,
-        k_meta: AttentionMeta,
-        *qkv: jax.Array,
-    ) -> jax.Array:
+    def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
         mask_BTS = attention_mask(window, q_meta, k_meta)
         # Computed again in the backward pass: of such rows scores are most of what it would keep.
         return attend(cfg, *qkv, mask_BTS, name="scores of a piece", sinks_N=sinks_N)
@@ -311,7 +306,6 @@ def _in_pieces(
         # No query sees the keys of a later one.
         keys = slice(first, S - T + stop)
         out = piece(
-            sinks_N,
             jax.tree.map(lambda x, queries=queries: x[:, queries], q_meta),
             jax.tree.map(lambda x, keys=keys: x[:, keys], k_meta),
             q_BTNH[:, queries],

@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 
 from tunix_lite.basics.imports import import_named
 from tunix_lite.basics.types import Params
-from tunix_lite.models import attention
+from tunix_lite.models import attention, experts
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import READER, Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
-from tunix_lite.models.experts import Routed, dense_feed_forward, expert_weights, feed_forward
+from tunix_lite.models.experts import Routed
 from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
 from tunix_lite.models.norm import norm, norm_weight
@@ -117,13 +117,10 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
         "attn_norm": norm_weight(cfg, D),
         **kind_of_layer(kind).weights(cfg),
         "mlp_norm": norm_weight(cfg, D),
-        "gate": Weight((D, F), ("embed", "mlp")),
-        "up": Weight((D, F), ("embed", "mlp")),
-        "down": Weight((F, D), ("mlp", "embed")),
-        **expert_weights(cfg),
     }
-    if cfg.experts is not None and not cfg.experts.beside_dense:
-        del layer["gate"], layer["up"], layer["down"]
+    if cfg.experts is None or cfg.experts.beside_dense:
+        layer |= experts.gated_weights(D, F)
+    layer |= experts.expert_weights(cfg)
     if not cfg.pre_norms:
         del layer["attn_norm"], layer["mlp_norm"]
     if cfg.post_norms:
@@ -373,10 +370,8 @@ def _scan_layers(
     # Layers whose keys and values others read stand outside of loops, where these are arrays.
     first_source = min(cfg.sources.values(), default=cfg.num_layers)
     first_reader = cfg.num_layers - cfg.kv_readers
-    by_part = []
-    if before := names[:first_source]:
-        x_BTD, routed = _scan_periods(bodies, before, x_BTD, take(before))
-        by_part.append(routed)
+    before = names[:first_source]
+    x_BTD, by_part = _scan_periods(bodies, before, x_BTD, take(before))
     for i, kind in enumerate(cfg.kinds[first_source:first_reader], first_source):
         w, own = jax.tree.map(lambda leaf: leaf[0], take([names[i]])[names[i]])
         of_layer = _one_layer(layer, policy, kind, i in cfg.sources.values())
@@ -384,10 +379,9 @@ def _scan_layers(
         by_part.append(jax.tree.map(lambda x: x[None], routed))
         if of_source is not None:
             bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
-    if readers := names[first_reader:]:
-        x_BTD, routed = _scan_periods(bodies, readers, x_BTD, take(readers))
-        by_part.append(routed)
-    return x_BTD, _in_order(by_part)
+    readers = names[first_reader:]
+    x_BTD, of_readers = _scan_periods(bodies, readers, x_BTD, take(readers))
+    return x_BTD, _in_order(by_part + of_readers)
 
 
 def _taking(trees: Params) -> Callable[[Sequence[str]], Params]:
@@ -415,9 +409,11 @@ def _scan_periods(
     names: tuple[str, ...],
     x_BTD: jax.Array,
     trees: Params,
-) -> tuple[jax.Array, Routed | None]:
-    """The hidden states after layers of these stacks, by scans, and where tokens were routed.
-    bodies, trees: of one layer, by stack."""
+) -> tuple[jax.Array, list[Routed | None]]:
+    """The hidden states after layers of these stacks, by scans, and where tokens were routed, part
+    by part. bodies, trees: of one layer, by stack."""
+    if not names:
+        return x_BTD, []
 
     def in_order(
         part: tuple[str, ...], x_BTD: jax.Array, trees: Params
@@ -440,10 +436,11 @@ def _scan_periods(
     )
     x_BTD, routed = jax.lax.scan(partial(in_order, period), x_BTD, of_periods)
     routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
-    if not (rest := names[num_periods * len(period) :]):
-        return x_BTD, routed
-    x_BTD, routed_of_rest = in_order(rest, x_BTD, take(rest))
-    return x_BTD, _in_order([routed, routed_of_rest])
+    by_part = [routed]
+    if rest := names[num_periods * len(period) :]:
+        x_BTD, routed = in_order(rest, x_BTD, take(rest))
+        by_part.append(routed)
+    return x_BTD, by_part
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
@@ -694,13 +691,10 @@ def block(
     normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
     routed = None
     if cfg.experts is None:
-        fed_BTD = dense_feed_forward(normed_BTD, w, cfg, around.products)
+        fed_BTD = experts.dense_feed_forward(normed_BTD, w, cfg, around.products)
     else:
-        sequences = around.sequences
-        is_token_BT = None if sequences is None else sequences.segments > 0
         read_BTD = move(x_BTD, _RESIDUAL, _LAYER_INPUT)
-        given = (normed_BTD, w, cfg, around.products, around.routes, is_token_BT)
-        fed_BTD, routed = feed_forward(read_BTD, *given)
+        fed_BTD, routed = experts.feed_forward(read_BTD, normed_BTD, w, cfg, around)
     fed_BTD = constrain(fed_BTD, *_RESIDUAL)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)

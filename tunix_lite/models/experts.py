@@ -20,6 +20,7 @@ from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.grouped import grouped_product
 from tunix_lite.models.groups import block_of, from_rows, group, to_rows
+from tunix_lite.models.layer_kind import Surroundings
 from tunix_lite.models.norm import norm, norm_weight
 from tunix_lite.models.rounding import added, stored, wide
 from tunix_lite.models.weights import (
@@ -58,6 +59,14 @@ class Routed:
 # ---- the table of weights
 
 
+def gated_weights(D: int, F: int, of: str = "") -> dict[str, Weight]:
+    """The weights of `dense_feed_forward`, from D to F and back. of: what their names begin
+    with."""
+    inward = Weight((D, F), ("embed", "mlp"))
+    outward = Weight((F, D), ("mlp", "embed"))
+    return {f"{of}gate": inward, f"{of}up": inward, f"{of}down": outward}
+
+
 def expert_weights(cfg: Architecture) -> dict[str, Weight]:
     """The weights of the mixture of one layer, by name; none without experts."""
     if (sizes := cfg.experts) is None:
@@ -68,27 +77,19 @@ def expert_weights(cfg: Architecture) -> dict[str, Weight]:
     layer = {"router": Weight((D, E), ("embed", "router"), is_exact=True)}
     if sizes.biases:
         layer["router_bias"] = Weight((E,), ("router",), zeros, inputs=0, is_exact=True)
-    outside, inside = (D, "embed"), (sizes.mlp_dim, "mlp")
-    for name in ("gate", "up", "down"):
-        ends = (inside, outside) if name == "down" else (outside, inside)
-        (inputs, of_inputs), (outputs, of_outputs) = ends
-        axes = ("experts", of_inputs, of_outputs)
-        layer[f"expert_{name}"] = Weight((E, inputs, outputs), axes)
+    for name, one in gated_weights(D, sizes.mlp_dim, "expert_").items():
+        layer[name] = Weight((E, *one.shape), ("experts", *one.axes))
         if sizes.biases:
-            bias = Weight((E, outputs), ("experts", of_outputs), zeros, inputs=0)
-            layer[f"expert_{name}_bias"] = bias
+            axes = ("experts", one.axes[1])
+            layer[f"{name}_bias"] = Weight((E, one.shape[1]), axes, zeros, inputs=0)
     if sizes.router_norm:
         layer |= {
             "router_scale": Weight((D,), ("norm",), ones, inputs=0, is_exact=True),
             "expert_scale": Weight((E,), ("router",), ones, inputs=0, is_exact=True),
         }
-    if S := sizes.shared_dim:
-        layer |= {
-            "shared_gate": Weight((D, S), ("embed", "mlp")),
-            "shared_up": Weight((D, S), ("embed", "mlp")),
-            "shared_down": Weight((S, D), ("mlp", "embed")),
-            "shared_open": Weight((D, 1), ("embed", "router"), is_exact=True),
-        }
+    if sizes.shared_dim:
+        layer |= gated_weights(D, sizes.shared_dim, "shared_")
+        layer["shared_open"] = Weight((D, 1), ("embed", "router"), is_exact=True)
     if sizes.beside_dense:
         names = ("expert_pre_norm", "expert_post_norm", "dense_post_norm")
         layer |= {name: norm_weight(cfg, D) for name in names}
@@ -103,21 +104,17 @@ def feed_forward(
     normed_BTD: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
-    products: Any,
-    routes_BTk: jax.Array | None = None,
-    is_token_BT: jax.Array | None = None,
+    around: Surroundings,
 ) -> tuple[jax.Array, Routed]:
     """What a layer with experts adds to the residual stream, [B, T, D], and where its tokens went.
-
-    x_BTD: the residual stream; normed_BTD: after the layer's norm. products: decoder.Products.
-    routes_BTk: the experts of each token; -1, or None: those that the router chooses. is_token_BT:
-    False: no expert computes this one; None: all are real.
-    """
+    x_BTD: the residual stream; normed_BTD: after the layer's norm. No expert computes padding."""
     sizes = cfg.experts
-    if is_token_BT is None:
-        is_token_BT = jnp.ones(x_BTD.shape[:2], bool)
+    products = around.products
+    is_token_BT = jnp.ones(x_BTD.shape[:2], bool)
+    if around.sequences is not None:
+        is_token_BT = around.sequences.segments > 0
     read_BTD = x_BTD if sizes.router_norm else normed_BTD
-    weights_BTk, routed = route(read_BTD, w, cfg, routes_BTk, is_token_BT)
+    weights_BTk, routed = route(read_BTD, w, cfg, around.routes, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
     fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, products)
@@ -165,8 +162,7 @@ def route(
     native_BTk = jax.lax.top_k(logits_BTE, sizes.per_token)[1]
     ids_BTk = native_BTk
     if routes_BTk is not None:
-        is_given = jnp.all(routes_BTk >= 0, axis=-1, keepdims=True)
-        ids_BTk = jnp.where(is_given, routes_BTk.astype(jnp.int32), native_BTk)
+        ids_BTk = jnp.where(routes_BTk < 0, native_BTk, routes_BTk)
     # Kept for the backward pass: computed again, two logits that are close could change places.
     ids_BTk = checkpoint_name(ids_BTk, "routes")
 
@@ -270,9 +266,12 @@ def _specs(leaf: Leaf, weight: Weight, tp: str | None) -> Any:
     whole = P(*(tp if axis == "mlp" else None for axis in weight.axes))
     if isinstance(leaf, Lora):
         # of the rank only the axes are read
-        pair = zip("ab", adapter_pair(weight, 1))
-        adapters = {side: _specs(getattr(leaf, side), w, tp) for side, w in pair}
-        return leaf.replace(base=_specs(leaf.base, weight, tp), **adapters)
+        a, b = adapter_pair(weight, 1)
+        return leaf.replace(
+            base=_specs(leaf.base, weight, tp),
+            a=_specs(leaf.a, a, tp),
+            b=_specs(leaf.b, b, tp),
+        )
     if isinstance(leaf, ComputeCopy):
         mesh = jax.sharding.get_abstract_mesh()
         divided = spec(leaf.axes, leaf.master.shape, mesh)

@@ -35,7 +35,6 @@ from tunix_lite.models.family import (
     but,
     every_nth,
     gemma4_keys,
-    qwen3_moe_keys,
 )
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
@@ -226,7 +225,6 @@ QWEN3_MOE = replace(
     | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     absent=_UNTIED | {"norm_topk_prob": False},
     has_windows=False,
-    respelled=qwen3_moe_keys,
 )
 QWEN3_5 = Family(
     name="qwen3_5",
@@ -272,14 +270,7 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     flags=QWEN2.flags | {"out_bias": True, "attn_sinks": True},
-    names=NAMES
-    | {
-        "router": "mlp.router.weight",
-        "router_bias": "mlp.router.bias",
-        "expert_gate_bias": "mlp.experts.gate_up_proj_bias",
-        "expert_up_bias": "mlp.experts.gate_up_proj_bias",
-        "expert_down_bias": "mlp.experts.down_proj_bias",
-    },
+    names=NAMES | {"router": "mlp.router.weight"},
     keys=QWEN2.keys
     | EXPERT_KEYS
     | {

@@ -78,12 +78,17 @@ TOP_NAMES = {
 SCORERS = {"ForSequenceClassification": "score", "ForTokenClassification": "biased_score"}
 # A tensor for each expert, or the experts of a layer in one; * is the number of an expert.
 PER_EXPERT = {
-    f"expert_{name}": f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up", "down")
+    "expert_gate": "mlp.experts.*.gate_proj.weight",
+    "expert_up": "mlp.experts.*.up_proj.weight",
+    "expert_down": "mlp.experts.*.down_proj.weight",
 }
 FUSED_EXPERTS = {
     "expert_gate": "mlp.experts.gate_up_proj",
     "expert_up": "mlp.experts.gate_up_proj",
     "expert_down": "mlp.experts.down_proj",
+    "expert_gate_bias": "mlp.experts.gate_up_proj_bias",
+    "expert_up_bias": "mlp.experts.gate_up_proj_bias",
+    "expert_down_bias": "mlp.experts.down_proj_bias",
 }
 # Within model.layers.<i>., as most families have them.
 NAMES = {
@@ -115,6 +120,7 @@ NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
     "router": "mlp.gate.weight",
+    "router_bias": "mlp.router.bias",
     **FUSED_EXPERTS,
     "shared_gate": "mlp.shared_expert.gate_proj.weight",
     "shared_up": "mlp.shared_expert.up_proj.weight",
@@ -234,14 +240,6 @@ def every_nth(
 
 # Gemma and Olmo: these keys say n, where they are there.
 NTH_GLOBAL = ("sliding_window_pattern", "_sliding_window_pattern")
-
-
-def qwen3_moe_keys(hf: dict) -> dict:
-    """A config.json of Qwen 3 MoE with the number of experts under the key of the published one:
-    transformers writes num_local_experts."""
-    if "num_local_experts" in hf:
-        return {"num_experts": hf["num_local_experts"]} | hf
-    return hf
 
 
 def gemma4_keys(hf: dict) -> dict:

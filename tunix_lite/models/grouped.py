@@ -9,6 +9,7 @@ for each turn, so there kernels do the same (models/grouped_kernels.py)."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +99,7 @@ def _by_expert(
                 start_RC,
             )
 
-    def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
+    def by_kernel(kernels: ModuleType) -> jax.Array:
         whole = weight
         if is_quantized(weight) and (groups.tokamax or not isinstance(weight, Int8)):
             whole = jax.vmap(partial(dense, inputs=1, dtype=rows_RA.dtype))(weight)
@@ -108,7 +107,7 @@ def _by_expert(
         rows = groups.expected_rows
         read = rows * A * rows_RA.dtype.itemsize + stored_bytes * groups.expected_touched
         with _expected(flops=2 * rows * A * C, read=read):
-            return grouped_kernels.multiply(rows_RA, whole, groups, is_transposed)
+            return kernels.multiply(rows_RA, whole, groups, is_transposed)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block, A))
 
@@ -137,12 +136,10 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
         E = len(groups.first)
         return jax.lax.fori_loop(0, E, of_expert, jax.lax.empty((E, A, C), dtype))
 
-    def by_kernel() -> jax.Array:
-        from tunix_lite.models import grouped_kernels
-
+    def by_kernel(kernels: ModuleType) -> jax.Array:
         rows = groups.expected_rows
         with _expected(flops=2 * rows * A * C, read=rows * (A + C) * rows_RA.dtype.itemsize):
-            return grouped_kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
+            return kernels.weight_gradient(rows_RA, g_RC, groups, dtype)
 
     return _on_platform(by_loops, by_kernel, rows_RA, (groups.block,))
 
@@ -152,14 +149,19 @@ def _of_weight(rows_RA: jax.Array, g_RC: jax.Array, groups: ExpertGroups) -> jax
 
 def _on_platform(
     by_loops: Callable[[], jax.Array],
-    by_kernel: Callable[[], jax.Array],
+    by_kernel: Callable[[ModuleType], jax.Array],
     rows: jax.Array,
     sizes: tuple[int, ...],
 ) -> jax.Array:
     """The kernel on NVIDIA GPUs, if tensor cores can take these sizes of what is multiplied."""
     if rows.dtype.itemsize > 4 or any(size % FEWEST for size in sizes):
         return by_loops()
-    return jax.lax.platform_dependent(cuda=by_kernel, default=by_loops)
+    # models without experts import no Pallas
+    from tunix_lite.models import grouped_kernels
+
+    return jax.lax.platform_dependent(
+        cuda=partial(by_kernel, grouped_kernels), default=by_loops
+    )
 
 
 def _over_blocks(

@@ -38,7 +38,7 @@ def multiply(
         return _by_tokamax(rows_RA, matrices, groups, _OF_ROWS, rows_RA.dtype)
     arrays = (weight.codes, weight.scales) if isinstance(weight, Int8) else (weight,)
     columns = arrays[0].shape[1 if is_transposed else 2]
-    inputs = (rows_RA, groups.expert, groups.first, groups.count, *arrays)
+    inputs = (rows_RA, groups.expert, jnp.sum(groups.count, keepdims=True), *arrays)
     out = jax.ShapeDtypeStruct((len(rows_RA), columns), rows_RA.dtype)
     grid = (len(groups.expert), pl.cdiv(columns, COLUMNS))
     kernel = partial(_multiply, groups.block, is_transposed)
@@ -109,7 +109,7 @@ def _exact(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Array) -> None:
     """One block of rows and some columns."""
-    expert, first, count, *weight, out_RC = refs
+    expert, used, *weight, out_RC = refs
     number = pl.program_id(0)
     at_R = number * block + jnp.arange(block)
     at_W = _places(pl.program_id(1), out_RC.shape[1])
@@ -135,9 +135,7 @@ def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Ar
         return total + triton.dot(rows, piece, trans_b=is_transposed, precision=_exact(dtype))
 
     # A block without an expert turns no loop.
-    last = len(first) - 1
-    is_of_one = (number < first[last] + count[last]).astype(jnp.int32)
-    turns = is_of_one * (rows_RA.shape[1] // at_once)
+    turns = (number < used[0]).astype(jnp.int32) * (rows_RA.shape[1] // at_once)
     total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 

@@ -48,7 +48,9 @@ class ExpertGroups:
     @property
     def expected_touched(self) -> float:
         """Experts that have rows, where all are equally likely: E (1 - (1 - k / E)^N)."""
-        return expected_touched(len(self.first), *self.row.shape)
+        E = len(self.first)
+        tokens, per_token = self.row.shape
+        return E * (1 - (1 - per_token / E) ** tokens)
 
     @property
     def expected_blocks(self) -> float:
@@ -70,11 +72,6 @@ class ExpertGroups:
         of_blocks = jnp.matmul(is_expert.astype(bias_EC.dtype), bias_EC, precision=highest)
         # Of other rows nothing may reach the gradient.
         return jnp.where(self.is_pair, jnp.repeat(of_blocks, self.block, axis=0), 0)
-
-
-def expected_touched(experts: int, tokens: int, per_token: int) -> float:
-    """How many of so many equally likely experts so many tokens reach."""
-    return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
 def block_of(pairs: int, experts: int) -> int:

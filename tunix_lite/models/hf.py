@@ -46,8 +46,8 @@ INDEX = "model.safetensors.index.json"
 SCORES = (TOP_NAMES["score"], TOP_NAMES["score_bias"])
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-# In the name of a tensor of one expert.
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+# The name of a tensor of one expert, within a layer.
+_EXPERT = re.compile(r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 # At most, of one file that we write.
 _SHARD_BYTES = 5_000_000_000
 # Modules of a layer whose keys and values are those of another one, which files may have.
@@ -119,22 +119,20 @@ class Tensors:
 
     def _join(self, name: str) -> None:
         """Makes one entry of the blocks and the scales of a tensor, as it is without them."""
-        blocks = self._entries.pop(f"{name}_blocks")
-        scales = self._entries.pop(f"{name}_scales", None)
-        held = [(x.shape, x.dtype) for x in (blocks, scales) if x is not None]
-        *dims, _ = blocks.shape
+        names = [name + end for end in ("_blocks", "_scales", "")]
+        parts = tuple(self._entries.pop(x) for x in names if x in self._entries)
+        held = [(x.shape, x.dtype) for x in parts]
+        *dims, _ = held[0][0]
         wanted = [((*dims, BLOCK // 2), "U8"), (tuple(dims), "U8")]
         if held != wanted or len(dims) != 3:
             raise ValueError(
                 f"{self.folder}: {escaped(name)} is no MXFP4: its _blocks should be [experts, "
                 f"outputs, blocks, {BLOCK // 2}] in U8, its _scales the same without the last dim, "
-                f"and there is {held}"
+                f"with no plain tensor beside them, and there is {held}"
             )
         experts, outputs, groups = dims
-        if name in self._entries:
-            raise ValueError(f"{self.folder}: {escaped(name)} is there plain and as MXFP4")
         shape = (experts, groups * BLOCK, outputs)
-        self._entries[name] = _Entry(blocks.file, name, shape, "BF16", (blocks, scales))
+        self._entries[name] = _Entry(parts[0].file, name, shape, "BF16", parts)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -232,25 +230,16 @@ def hf_names(
     cfg: Architecture,
     family: Family,
 ) -> list[str]:
-    """The names on disk of the weight at this path: one, or one per layer, or one per expert of
-    each layer."""
+    """The names on disk of the weight at this path: one, or one per layer. Where each expert has a
+    tensor, * stands for its number."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
     # layers/q, or layers/<stack>/q: kinds may name the same weight differently
     *stack, name = path.removeprefix("layers/").split("/")
     of_kind = family.names.get("/".join([*stack, name])) or family.names[name]
     own_stack = stack[0] if stack else None
-    has_experts = ".*." in of_kind
-    names = []
-    for number, stack_of_layer in enumerate(decoder.stack_of_layers(cfg)):
-        if stack_of_layer != own_stack:
-            continue
-        each = f"model.layers.{number}.{of_kind}"
-        if has_experts:
-            names += [each.replace("*", str(expert)) for expert in range(cfg.experts.count)]
-        else:
-            names.append(each)
-    return names
+    stacks = enumerate(decoder.stack_of_layers(cfg))
+    return [f"model.layers.{i}.{of_kind}" for i, stack in stacks if stack == own_stack]
 
 
 @dataclass(frozen=True)
@@ -270,18 +259,6 @@ class TensorPart:
     experts: int = 0  # which the tensor has in its first dim; 0: it has no such dim
     by_turns: bool = False  # as in Family
 
-    @property
-    def expert(self) -> int:
-        """The number of the expert, or 0."""
-        return self.place[-1] if self.experts else 0
-
-    def matrix(self, tensor: np.ndarray) -> np.ndarray:
-        """The view [outputs, ...] of a whole tensor that has the rows."""
-        if not self.experts:
-            return tensor
-        matrix = tensor[self.expert]
-        return matrix.T if self.by_turns else matrix
-
 
 def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
@@ -291,32 +268,16 @@ def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
         count = one.shape[0] if one.axes[0] == "experts" else 0
         if count:
             one = replace(one, shape=one.shape[1:], axes=one.axes[1:])
-        for i, name in enumerate(hf_names(path, cfg, family)):
-            has_one = bool(_EXPERT.search(name))
-            if not weight.is_stacked:
-                places = [()]
-            elif not count:
-                places = [(i,)]
-            elif has_one:
-                places = [divmod(i, count)]
-            else:
-                places = [(i, expert) for expert in range(count)]
+        for layer, name in enumerate(hf_names(path, cfg, family)):
             # parts come in the order of the table, which is that of the rows on disk
-            before = parts.setdefault(name, [])
-            first = before[-1].rows.stop if before else 0
+            first = parts[name][-1].rows.stop if name in parts else 0
             rows = slice(first, first + hf_shape(one)[0])
-            before += [
-                TensorPart(
-                    name,
-                    path,
-                    place,
-                    one,
-                    rows,
-                    experts=0 if has_one else count,
-                    by_turns=family.by_turns,
-                )
-                for place in places
-            ]
+            for expert in range(max(1, count)):
+                own = name.replace("*", str(expert))
+                place = (layer, expert)[: weight.num_counted]
+                in_it = count if own == name else 0
+                part = TensorPart(own, path, place, one, rows, in_it, family.by_turns)
+                parts.setdefault(own, []).append(part)
     if not family.by_turns:
         return parts
     # gate and up have every other row
@@ -438,13 +399,14 @@ def _read_part(
     first, step = part.rows.start, part.rows.step or 1
     if not part.experts:
         return _read_slice(whole, part.weight, index, first)
+    expert = part.place[-1]
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         outputs, *inputs = index
         # all rows between are read: a file has no slices with steps
         rows = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1)
         dims = [*inputs, rows] if part.by_turns else [rows, *inputs]
-        one = whole((slice(part.expert, part.expert + 1), *dims))[0]
+        one = whole((slice(expert, expert + 1), *dims))[0]
         if part.by_turns:
             one = one.T
         return one[::step]
@@ -459,9 +421,9 @@ def check_weights(
     folder: str | Path,
     cfg: Architecture,
     family: Family,
-) -> None:
-    """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
-    dtype."""
+) -> tuple[Tensors | GgufTensors, Family]:
+    """The tensors of a folder, and the family with the names that they have. Raises ValueError
+    listing every tensor that is missing, unexpected, or of another shape or dtype."""
     tensors = open_tensors(folder, family)
     family = as_stored(family, tensors)
     names = set(tensors)
@@ -498,6 +460,7 @@ def check_weights(
     if problems:
         config = "metadata" if is_gguf(Path(folder)) else "config.json"
         raise ValueError(f"the weights in {folder} do not fit its {config}: {problems}")
+    return tensors, family
 
 
 def misfits(
@@ -546,9 +509,7 @@ def load_params(
     on_bytes: is called after each tensor. Raises ValueError as `check_weights`, and for a head that
     differs from the embedding although config.json ties them.
     """
-    check_weights(folder, cfg, family)
-    tensors = open_tensors(folder, family)
-    family = as_stored(family, tensors)
+    tensors, family = check_weights(folder, cfg, family)
     # a folder may hold the table of a tied model twice
     if cfg.tied and TOP_NAMES["head"] in tensors:
         _check_copy(tensors, TOP_NAMES["embed"], TOP_NAMES["head"])
@@ -701,7 +662,11 @@ def tensors_of(
             # In float32 first, so that the sum of a base and its adapter is rounded once.
             value = dense(leaf, part.weight.inputs, jnp.float32)
             rows = to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
-            part.matrix(whole)[part.rows] = rows
+            if part.experts:
+                one = whole[part.place[-1]]
+                (one.T if part.by_turns else one)[part.rows] = rows
+            else:
+                whole[part.rows] = rows
         return whole
 
     return tensor
@@ -750,12 +715,9 @@ def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     tensors = open_tensors(folder, family)
     dtypes = {name: tensors.dtype(name) for name in tensors}
     # where each expert has a tensor there, it is written into that of its layer
-    one = {PER_EXPERT[name].replace("*", "0"): whole for name, whole in FUSED_EXPERTS.items()}
     for name in list(dtypes):
-        layer, dot, expert = name.partition("mlp.")
-        # files also hold what nobody reads, such as the scales of other programs
-        if whole := one.get(dot + expert):
-            dtypes[layer + whole] = dtypes[name]
+        if one := _EXPERT.search(name):
+            dtypes[name[: one.start()] + FUSED_EXPERTS[f"expert_{one[1]}"]] = dtypes[name]
     return dtypes
 
 

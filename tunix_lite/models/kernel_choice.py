@@ -37,18 +37,10 @@ def check_fused(
 
     # The shape of the model.
     has_growth = cfg.yarn is not None and cfg.yarn.query_growth
-    has_others = cfg.attn_gate or cfg.qk_norm_whole or has_growth
-    has_others = (
-        has_others
-        or cfg.experts is not None
-        or cfg.out_bias
-        or cfg.attn_sinks
-        or cfg.value_norm
-        or cfg.per_layer_dim
-        or cfg.layer_scalar
-    )
+    others = "attn_gate attn_sinks experts layer_scalar out_bias per_layer_dim qk_norm_whole"
+    has_others = any(getattr(cfg, name) for name in (*others.split(), "value_norm"))
     is_plain = cfg.rope_share == 1 and decoder.stack_of_layers(cfg)[0] is None
-    is_plain = is_plain and not has_others
+    is_plain = is_plain and not has_others and not has_growth
     attends = (
         "compute attention without gate, rotated as a whole, and the model has other layers"
     )

@@ -6,9 +6,6 @@ import numpy as np
 
 # Elements that share a scale.
 BLOCK = 32
-# A sign, two bits of exponent and one of mantissa, by code.
-_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-LEVELS = np.concatenate([_LEVELS, -_LEVELS])
 
 
 def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -17,7 +14,9 @@ def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     blocks [..., G, 16]: two codes in a byte, uint8, the first in the low half. scales [..., G]: the
     exponent of two plus 127, uint8.
     """
-    pairs = np.stack([LEVELS[blocks & 15], LEVELS[blocks >> 4]], axis=-1)
-    values = pairs.reshape(*scales.shape, BLOCK)
-    scaled = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
+    pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    codes = pairs.reshape(*scales.shape, BLOCK)
+    values = codes.view(jnp.float4_e2m1fn).astype(np.float32)
+    factors = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
+    scaled = values * factors[..., None]
     return scaled.reshape(*scales.shape[:-1], -1).astype(jnp.bfloat16)

@@ -297,8 +297,9 @@ def _sides(
             first = paths.index(part.path) * lora.rank % a_ERI.shape[1]
             ranks = slice(first, first + lora.rank)
             weight_a, weight_b = adapter_pair(part.weight, lora.rank)
-            view_b = b_ORE[part.rows, ranks, part.expert]
-            yield f"{part.path}/a", part.place, a_ERI[part.expert, ranks], weight_a
+            expert = part.place[-1] if part.experts else 0
+            view_b = b_ORE[part.rows, ranks, expert]
+            yield f"{part.path}/a", part.place, a_ERI[expert, ranks], weight_a
             yield f"{part.path}/b", part.place, view_b, weight_b
 
 

@@ -13,20 +13,18 @@ import numpy as np
 from tunix_lite.models.architecture import Architecture
 
 
-def route_type(cfg: Architecture) -> tuple[int, np.dtype]:
-    """Numbers that the routes of a token have, and their type. (384, uint8) for Qwen3-30B-A3B."""
-    experts = cfg.experts
-    dtype = np.dtype(np.uint8 if experts.count <= 256 else np.uint16)
-    return cfg.num_layers * max(2, experts.per_token), dtype
+def no_routes(cfg: Architecture, *shape: int) -> np.ndarray:
+    """Routes of so many tokens, of which none is recorded: of one of Qwen3-30B-A3B, 384 zeros."""
+    dtype = np.uint8 if cfg.experts.count <= 256 else np.uint16
+    return np.zeros((*shape, cfg.num_layers * max(2, cfg.experts.per_token)), dtype)
 
 
 def recorded(ids_LBTk: jax.Array, cfg: Architecture) -> jax.Array:
     """Routes [B, T, L * k] of the experts that tokens took."""
     if cfg.experts.per_token == 1:
         ids_LBTk = jnp.concatenate([ids_LBTk, (ids_LBTk + 1) % cfg.experts.count], axis=-1)
-    ids_BTLk = jnp.moveaxis(ids_LBTk, 0, 2)
-    width, dtype = route_type(cfg)
-    return ids_BTLk.reshape(*ids_BTLk.shape[:2], width).astype(dtype)
+    ids_BTLk = jnp.moveaxis(ids_LBTk, 0, 2).astype(no_routes(cfg).dtype)
+    return ids_BTLk.reshape(*ids_BTLk.shape[:2], -1)
 
 
 def replayed(routes_BTK: jax.Array | None, cfg: Architecture) -> jax.Array | None:

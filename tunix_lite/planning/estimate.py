@@ -18,7 +18,7 @@ from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
-from tunix_lite.models.routes import route_type
+from tunix_lite.models.routes import no_routes
 from tunix_lite.models.weights import Weight, is_quantized
 from tunix_lite.parallel.compiler_options import MANY_WEIGHTS
 from tunix_lite.rollout.cache import column_sizes
@@ -311,8 +311,7 @@ class MemoryEstimate:
         """Rows of a batch: some eight numbers of four bytes a token, and its recorded routes."""
         of_a_token = 4 * 8
         if self.resolved.replays_routes:
-            width, dtype = route_type(self.resolved.cfg)
-            of_a_token += width * dtype.itemsize
+            of_a_token += no_routes(self.resolved.cfg).nbytes
         return of_a_token * self._tokens_of_batch()
 
     def _tokens_of_batch(self) -> int:
@@ -412,13 +411,12 @@ class MemoryEstimate:
     def _hidden(self, kind: str, n: int) -> int:
         """Elements of n tokens between gate and down on a device: F each, and the inner width of
         experts for each of their rows."""
-        resolved = self.resolved
         elements = 0
-        for name, w in decoder.layer_weights(resolved.cfg, kind).items():
+        for name, w in decoder.layer_weights(self.resolved.cfg, kind).items():
             if name in ("gate", "shared_gate", "expert_gate"):
                 rows = self._expert_rows(n) if "experts" in w.axes else n
                 elements += rows * w.shape[-1]
-        return elements // resolved.tp
+        return elements // self.resolved.tp
 
     def _expert_rows(self, n: int) -> int:
         """Rows in which n tokens stand for their experts, blocks filled up; 0 without experts."""

@@ -234,11 +234,10 @@ class Engine:
             width = padded_width(max(len(request.ids) for request in block), self.widths)
             tokens = np.zeros((count, width), np.int32)
             lengths = np.ones(count, np.int32)
+            routes = self.programs.spec.no_routes(count, width)
             for i, request in enumerate(block):
                 lengths[i] = len(request.ids)
                 tokens[i, : lengths[i]] = request.ids
-            routes = self.programs.spec.no_routes(count, width)
-            for i, request in enumerate(block):
                 if request.prompt_routes is not None:
                     routes[i, : lengths[i]] = joined([request.prompt_routes])
             self.prompt_cache, routes = self.programs.prefill(
@@ -268,16 +267,15 @@ class Engine:
         """Reads tokens into slots, which decode on from there. known: the routes of tokens that
         were read before, by slot. Returns those of all tokens; {}: none are recorded."""
         pieces: dict[int, list[RoutePiece]] = {}
-        num_read = dict.fromkeys(new, 0)
         for call in append_calls(new, self.num_slots):
             rows, tokens, counts, _ = call
             routes = self.programs.spec.no_routes(*tokens.shape)
             places = np.flatnonzero(counts).tolist() if routes is not None else []
-            for place in places:
-                slot = int(rows[place])
-                first, num_read[slot] = num_read[slot], num_read[slot] + int(counts[place])
-                if known:
-                    routes[place, : counts[place]] = known[slot][first : num_read[slot]]
+            for place in places if known else ():
+                # the next ones of this slot
+                of_slot = known[rows[place]]
+                routes[place, : counts[place]] = of_slot[: counts[place]]
+                known[rows[place]] = of_slot[counts[place] :]
             self.slots, routes = self.programs.append(
                 self.slots, self.per_layer_params, *call, routes
             )

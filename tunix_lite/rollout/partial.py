@@ -76,6 +76,7 @@ class OpenCompletion:
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)
         if self.routes is not None:
+            request.prompt_routes = (self.routes, np.s_[: self.num_read])
             request.routes = [(self.routes, np.s_[self.num_read :])]
         return request
 
@@ -207,8 +208,6 @@ def rollout_of(
     versions = np.full(arrays.tokens.shape, -1, np.int32)
     for row, one in enumerate(completions):
         request = one.as_request((), 0, len(one.tokens), StopCriteria({}))
-        if one.routes is not None:
-            request.prompt_routes = (one.routes, np.s_[: one.num_read])
         request.reason = one.reason
         # It may stem from several rollouts, each with a clock of its own.
         request.began = request.ended = 0.0

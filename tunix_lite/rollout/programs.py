@@ -19,7 +19,7 @@ from tunix_lite.basics.types import Params
 from tunix_lite.models import attention, decoder, rope, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.experts import Routed
-from tunix_lite.models.routes import recorded, replayed, route_type
+from tunix_lite.models.routes import no_routes, recorded, replayed
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
 from tunix_lite.parallel.mesh import constrain, use_rules
@@ -73,10 +73,7 @@ class SamplerSpec:
 
     def no_routes(self, *shape: int) -> np.ndarray | None:
         """The routes of so many tokens, none of them recorded yet; None: none ever are."""
-        if not self.records_routes:
-            return None
-        width, dtype = route_type(self.cfg)
-        return np.zeros((*shape, width), dtype)
+        return no_routes(self.cfg, *shape) if self.records_routes else None
 
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
@@ -560,8 +557,7 @@ def read_drawn(
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
     )
-    routes_B1K = _reported_routes(spec, routed)
-    routes_BK = None if routes_B1K is None else routes_B1K[:, 0]
+    routes_BK = jax.tree.map(lambda x: x[:, 0], _reported_routes(spec, routed))
     return at_home(after, "batch"), jnp.where(slots.running, token_B, -1), routes_BK
 
 

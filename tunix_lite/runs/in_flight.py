@@ -66,12 +66,9 @@ class InFlight:
         # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
         values = {name: np.split(arrays[name], ends) for name in _OF_TOKENS}
-        routes: list[np.ndarray | None] = [None] * lengths.size
-        if "routes" in arrays:
-            read = arrays["read"]
-            sizes = np.where(read > 0, read + lengths, 0)
-            pieces = np.split(arrays["routes"], np.cumsum(sizes)[:-1])
-            routes = [piece if len(piece) else None for piece in pieces]
+        read = arrays.get("read", np.zeros_like(lengths))
+        sizes = np.where(read > 0, read + lengths, 0)
+        routes = np.split(arrays.get("routes", read[:0]), np.cumsum(sizes))
         completions = [
             OpenCompletion(
                 step=int(arrays["steps"][i]),
@@ -79,7 +76,7 @@ class InFlight:
                 generation=int(arrays["generations"][i]),
                 reason=_REASONS[reason],
                 **{name: tuple(values[name][i].tolist()) for name in _OF_TOKENS},
-                routes=routes[i],
+                routes=routes[i] if read[i] else None,
             )
             for i, reason in enumerate(arrays["reasons"])
         ]

@@ -28,7 +28,7 @@ from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.quantize import stored_table
-from tunix_lite.models.routes import route_type
+from tunix_lite.models.routes import no_routes
 from tunix_lite.parallel.compiler_options import for_updates
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, part_of_mesh, set_rules, sharding
@@ -127,10 +127,10 @@ def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowB
     rows = row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
     if not resolved.replays_routes:
         return rows
-    width, dtype = route_type(resolved.cfg)
-    shape = (*rows.tokens.shape, width)
+    of_one = no_routes(resolved.cfg)
+    shape = (*rows.tokens.shape, of_one.size)
     place = sharding(("batch", "seq", "seq"), shape)
-    return rows.replace(routes=jax.ShapeDtypeStruct(shape, dtype, sharding=place))
+    return rows.replace(routes=jax.ShapeDtypeStruct(shape, of_one.dtype, sharding=place))
 
 
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
@@ -163,7 +163,6 @@ def policy_of(
         resolved.dtype,
         reference,
         resolved.rows,
-        resolved.replays_routes,
         seconds,
         remat=training.remat,
         attend=attention.IMPLEMENTATIONS[resolved.attention],
@@ -176,7 +175,8 @@ def policy_of(
     for name, params in (frozen_models or {}).items():
         theirs = policy_of(resolved.as_scorer(name), reference=params, seconds=seconds)
         scorer = theirs.scorers["reference"]
-        rescore = replace(scorer.rescore, metric=f"time/{name}")
+        # routes are those of the policy, and this is another model
+        rescore = replace(scorer.rescore, replays=False, metric=f"time/{name}")
         if resolved.compares(name):
             describe = description_of(resolved, name)
             rescore = replace(rescore, compiled=compiled_once(describe.lower))
@@ -222,5 +222,5 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.run.seed,
         training.sync_gradients_every if resolved.fsdp > 1 else 1,
         for_updates(weights.num_params(decoder.weights(resolved.cfg))),
-        router if router.is_on else None,
+        None if router == RouterLoss() else router,
     )

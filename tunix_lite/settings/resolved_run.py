@@ -300,7 +300,7 @@ class ResolvedRun:
         model = self.frozen_models[name]
         scoring = self.run.scoring_models[name]
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
-        # routes are those of the policy, and this is another model
+        # it takes no routes of the policy
         run = replace(self.run, rollout=replace(self.run.rollout, replay_routes=False))
         if (reward := scoring.reward) is not None:
             # whole conversations, of which the last token counts
