@@ -120,9 +120,10 @@ def test_the_compiler_for_a_tpu_names_the_option_that_it_does_not_know():
 # ---- the heap
 
 # A block of 1.5 GiB is used and freed, and a small one stays behind it. Prints MiB in use while it is kept, and after it
-# was given back; and whether its pages are ones that Linux was asked to make huge ("hg", proc(5)).
+# was given back; and whether its pages are ones that Linux was asked to make huge ("hg", proc(5)), and those of a block
+# that is taken afterwards, too large for the place of the first.
 GIVEN_BACK = """
-import ctypes, re
+import ctypes, re, sys
 from tunix_lite.distributed import host_memory
 def resident():
     pages = int(open("/proc/self/statm").read().split()[1])
@@ -134,31 +135,37 @@ libc.free.argtypes = [ctypes.c_void_p]
 start = resident()
 block = libc.malloc(1536 << 20)
 ctypes.memset(block, 1, 1536 << 20)
-inside = huge = False
-for line in open("/proc/self/smaps"):
-    addresses = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
-    if addresses:
-        inside = int(addresses[1], 16) <= block + (64 << 20) < int(addresses[2], 16)
-    elif inside and line.startswith("VmFlags"):
-        huge = "hg" in line.split()
+def is_huge(block):
+    inside = huge = False
+    for line in open("/proc/self/smaps"):
+        addresses = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
+        if addresses:
+            inside = int(addresses[1], 16) <= block + (64 << 20) < int(addresses[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            huge = "hg" in line.split()
+    return huge
+huge = is_huge(block)
 libc.malloc(1 << 20)
 libc.free(block)
 kept = resident()
-given = host_memory.give_back_freed_memory()
-print(kept - start, given, resident() - start, host_memory.give_back_freed_memory(), huge)
+given = host_memory.give_back_freed_memory(keeps_addresses=sys.argv[1] == "True")
+print(kept - start, given, resident() - start, host_memory.give_back_freed_memory(), huge, is_huge(libc.malloc(2 << 30)))
 """
 
 
+@pytest.mark.parametrize("keeps_addresses", [True, False])
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallinfo2") or sys.platform != "linux", reason="glibc before 2.33, or none"
 )
-def test_what_is_allocated_lies_in_huge_pages_and_is_given_back_when_asked():
-    done = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, timeout=60)
-    kept, was_given, after, is_given_again, is_huge = done.stdout.split()
+def test_what_is_allocated_lies_in_huge_pages_and_is_given_back_when_asked(keeps_addresses):
+    command = [sys.executable, "-c", GIVEN_BACK, str(keeps_addresses)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    kept, was_given, after, is_given_again, *are_huge = done.stdout.split()
     assert int(kept) > 1400 and was_given == "True"
     assert int(after) < 300 and is_given_again == "False"
     # some systems have no huge pages of 2 MiB, or count addresses
-    assert is_huge == str(host_memory._can_reserve_addresses())
+    can = host_memory._can_reserve_addresses()
+    assert are_huge == [str(can), str(can and keeps_addresses)]
 
 
 def test_only_an_update_of_many_weights_runs_its_kernels_in_the_order_of_least_memory():

@@ -236,6 +236,25 @@ def with_head(folder, change, dtype=np.float32):
     return held[EMBED], head
 
 
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+def test_on_one_device_a_table_is_loaded_by_rows(folder, monkeypatch, storage):
+    """Of 32 rows, 7 at a time: whole, the table would be there as it is in the file, too."""
+    monkeypatch.setattr(hf, "AT_ONCE", 7 * 4 * 4 * CFG.embed_dim)
+    read, rows = hf.Tensors.read, []
+
+    def seen(tensors, name, index):
+        part = read(tensors, name, index)
+        rows.extend([len(part)] if name == EMBED else [])
+        return part
+
+    monkeypatch.setattr(hf.Tensors, "read", seen)
+    set_mesh(1, 1)
+    embed = hf.load_params(folder, CFG, GEMMA3, storage)["embed"]
+    assert rows == [7, 7, 7, 7, 4]
+    in_file = load_file(folder / "model.safetensors")[EMBED]
+    np.testing.assert_array_equal(embed, in_file.astype(hf.DTYPES[storage.upper().replace("FP", "F")]))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_head_that_is_a_copy_of_the_tied_embedding_is_taken(folder, dtype):
     embed, _ = with_head(folder, lambda head: None, dtype)

@@ -141,26 +141,51 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
 
 
 def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):
-    """Libraries are there from the start; programs and what the compiler has freed, once they are compiled."""
+    """Libraries and a tokenizer of 32 tokens are there from the start, programs once they are compiled."""
+    count = jax.local_device_count()
     of_process = replace(machine(None), process_bytes=700, compiler_bytes=50)
     there, with_it = (plan.assemble_plan(one, case_of(cfg), {}) for one in (machine(None), of_process))
     # 3 layers; prompts of up to 10 tokens are read in one width, and the cache has 22 columns: two programs
-    programs = (60_000_000 + 3 * 2 * 1_800_000) // jax.local_device_count()
-    more = {"process": 700, "programs": programs, "freed by the compiler": 50}
-    assert with_it.resident == there.resident | more
-    assert with_it.peak_bytes == there.peak_bytes + 700 + programs + 50
-    assert with_it.resume_bytes == there.resume_bytes + 700
+    process, programs = 700 + 32 * 280 // count, (80_000_000 + 3 * 2 * 2_400_000) // count
+    assert with_it.resident == there.resident | {"process": process, "programs": programs}
+    assert with_it.peak_bytes == there.peak_bytes + process + programs
+    assert with_it.resume_bytes == there.resume_bytes + process
     here = attached_machine()
-    count = jax.local_device_count()
-    assert (here.process_bytes, here.compiler_bytes) == (320_000_000 // count, 310_000_000 // count)
+    assert (here.process_bytes, here.compiler_bytes) == (350_000_000 // count, 310_000_000 // count)
 
 
-def test_an_evaluation_takes_the_place_of_the_weights_that_were_loaded(cfg):
+def test_a_phase_takes_what_the_compiler_has_freed(cfg):
+    there = plan.assemble_plan(machine(None), case_of(cfg), {})
+    rollout, update = (added(there, name) for name in ("rollout", "update"))
+    between = plan.assemble_plan(replace(machine(None), compiler_bytes=update - 30), case_of(cfg), {})
+    assert rollout < update - 30 and added(between, "update") == update and added(between, "rollout") == update - 30
+    most = plan.assemble_plan(replace(machine(None), compiler_bytes=update + 9), case_of(cfg), {})
+    assert [phase.adds.get("freed by the compiler") for phase in most.phases] == [update + 9 - rollout, 9]
+
+
+def test_an_evaluation_makes_its_weights_of_those_that_were_loaded(cfg):
+    """The loaded ones are gone before its programs are compiled."""
     parts = {"parameters": 100, "optimizer": 200, "process": 30, "programs": 7}
-    for cache, peak in ((60, 30 + 7 + 90 + 100), (160, 30 + 7 + 90 + 5 + 160)):
+    for cache, peak in ((60, 30 + 90 + 100), (160, 30 + 90 + 7 + 5 + 160)):
         phase = plan.Phase("rollout", "estimate", {"weights to sample": 90, "cache": cache, "prompts": 5})
         made = plan.Plan(machine(None), case_of(cfg), parts, (phase,))
         assert made.evaluation_bytes == peak
+
+
+def test_a_head_thatadds_in_place_has_no_second_table_on_one_cpu(cfg):
+    """Its float32 table of 32 tokens and the gradient of it are 2 x 4 x 32 x 16 bytes elsewhere."""
+    tables = 2 * 4 * 32 * 16
+    two_parts = "training.micro_batch_size=4"
+    one = MemoryEstimate(case_of(cfg, [two_parts], 1, 1))
+    assert one.resolved.rows.num_micro_batches > 1 and one.adds_in_place()
+    assert one._head_at_work(2) - one._head_at_work(2, adds_in_place=True) == tables
+    others = ["training.mixed_precision=bf16_params", "model.lora.rank=4", "training.sync_gradients_every=2"]
+    for other in others:
+        assert not MemoryEstimate(case_of(cfg, [two_parts, other], 1, 1)).adds_in_place(), other
+    whole = case_of(cfg, ["training.micro_batch_size=8"], 1, 1)
+    assert whole.rows.num_micro_batches == 1 and not MemoryEstimate(whole).adds_in_place()
+    on_gpu = replace(one.resolved, platform="cuda")
+    assert not MemoryEstimate(on_gpu).adds_in_place() and not MemoryEstimate(case_of(cfg)).adds_in_place()
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):

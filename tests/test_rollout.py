@@ -475,6 +475,20 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
     assert any("fsdp" in place for place in places) != gather
 
 
+def test_on_a_cpu_weights_are_made_for_sampling_matrix_by_matrix(cfg, monkeypatch):
+    """In the order in which most can run at once, joined queries, keys and values of all layers are there twice."""
+    set_mesh(1, 1)
+    cfg = replace(cfg, num_layers=8, pattern=("global",))
+    made = []
+    jit = jax.jit
+    monkeypatch.setattr(generate.jax, "jit", lambda *call, **how: made.append(jit(*call, **how)) or made[-1])
+    params = random_params(cfg)
+    layers = generate.make_prepare(cfg, jnp.float32, True)(params)["layers"]
+    temporaries = made[-1].lower(params).compile().memory_analysis().temp_size_in_bytes
+    joined = layers[0]["qkv"].values.nbytes
+    assert joined == 4 * 16 * (4 + 2 * 2) * 8 and temporaries < 3 * joined
+
+
 def test_decoding_updates_the_cache_in_place(cfg):
     programs = Programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)

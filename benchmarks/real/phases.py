@@ -6,16 +6,21 @@
 One run of the settings, in this process, as `run_training.py` or `tunix-lite evaluate` does it. Between two phases the
 kernel's high water mark of the resident size (VmHWM) is set to what is held then, so that each phase has a peak of its
 own. Predicted is the plan of that run, as it wrote it at its start, or of an evaluation the plan of its rollouts.
-Beside each peak stand what was held when it began, and the parts of that: pages of files, the heap in use, arrays of
-jax, and what glibc keeps of freed memory. All in GB (1e9 bytes).
+Beside each peak stands what was held when it ended, and its parts: pages of files, the heap in use, arrays of jax,
+machine code, and what glibc keeps of freed memory; and the same parts at the largest moment that a thread saw, which
+looks ten times a second. All in GB (1e9 bytes).
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
+import re
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +50,10 @@ GB = 1e9
 EXAMPLES = 16
 # (phase, peak and parts of what is held), as they come
 SEEN: list[tuple[str, dict]] = []
+# parts of what was held at the largest moment of this phase that a thread saw
+LARGEST: dict[str, float] = {}
+# the first line of a mapping in smaps, proc(5), and how much of it is resident
+MAPPING = re.compile(r"^([0-9a-f]+-[0-9a-f]+ .*)\n(?:\w+:.*\n)*?Rss: +(\d+) kB", re.MULTILINE)
 
 
 def held() -> dict[str, float]:
@@ -55,23 +64,46 @@ def held() -> dict[str, float]:
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _Mallinfo2
     report = libc.mallinfo2()
-    arrays = {x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays() if not x.is_deleted()}
+    arrays = {}
+    for x in jax.live_arrays():
+        # the thread that looks may meet one that is being freed
+        with contextlib.suppress(RuntimeError):
+            arrays[x.unsafe_buffer_pointer()] = x.nbytes
     heap = (report.number_8 + report.number_5) / GB
+    # Compiled programs lie in executable memory that is of no file.
+    code = 0
+    for name, entry in MAPPING.findall(Path("/proc/self/smaps").read_text()):
+        if name.split()[1][2] == "x" and name.split()[4] == "0":
+            code += int(entry) * 1024 / GB
     return {
         "peak": kib["VmHWM"],
         "held": kib["VmRSS"],
         "files": kib["RssFile"],
         "heap": heap,
         "arrays": sum(arrays.values()) / GB,
-        "freed": kib["VmRSS"] - kib["RssFile"] - heap,
+        "code": code,
+        "freed": kib["VmRSS"] - kib["RssFile"] - heap - code,
     }
+
+
+def look() -> None:
+    """Keeps the parts of the largest moment of a phase."""
+    while True:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages * 4096 / GB > LARGEST.get("held", 0) + 0.01:
+            LARGEST.update(held())
+        time.sleep(0.1)
 
 
 def ended(phase: str) -> None:
     """The peak of the phase that ends here, and the next one begins."""
     SEEN.append((phase, {name: round(size, 3) for name, size in held().items()}))
-    Path("/proc/self/clear_refs").write_text("5")
     print(phase, SEEN[-1][1], file=sys.stderr, flush=True)
+    largest = {name: round(size, 3) for name, size in LARGEST.items() if name != "peak"}
+    print(f"{phase}, at its largest", largest, file=sys.stderr, flush=True)
+    SEEN[-1][1]["largest"] = largest
+    LARGEST.clear()
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Source(FreshExperience):
@@ -116,6 +148,8 @@ def evaluate(overrides: list[str]) -> dict[str, float]:
     """Evaluates a model. Returns what was predicted, by phase."""
     run = api.compose(overrides)
     options = evaluation.EvaluateTaskConfig(num_examples=EXAMPLES)
+    # as the command does; it reads the tokenizer, too
+    evaluation._check_models(run, options)
 
     def opener():
         model = load(run.model.weights)
@@ -138,6 +172,7 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "evaluate"])
     parser.add_argument("--json", type=Path)
     args, overrides = parser.parse_known_args()
+    threading.Thread(target=look, daemon=True).start()
     ended("import")
     predicted = {"train": train, "evaluate": evaluate}[args.what](overrides)
     rows = []

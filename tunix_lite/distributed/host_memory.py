@@ -19,6 +19,8 @@ _HUGE_PAGE = 2 << 20
 _HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # Addresses that are reserved for the heap, at most. A step on a CPU that needs more is rare.
 _MOST_RESERVED = 64 << 30
+# Of a heap with less at its end, none are reserved.
+_LEAST_RESERVED = 1 << 30
 
 # Bytes that a process may have beside what it uses of the heap, between the phases of a step.
 _MOST_UNUSED = 512 << 20
@@ -65,12 +67,15 @@ def keep_freed_memory() -> bool:
         (_M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if not is_set or not _can_reserve_addresses():
-        return is_set
+    if is_set and _can_reserve_addresses():
+        _reserve_addresses()
+    return is_set
 
-    # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
-    # blocks from them. Linux gives memory when an address is first written. calloc writes all that
-    # it gives from here, so a large array of zeros takes its memory at once.
+
+def _reserve_addresses() -> None:
+    """Reserves addresses of the heap, and asks Linux for huge pages there. The heap serves later
+    blocks from them. Linux gives memory when an address is first written. calloc writes all that it
+    gives from here, so a large array of zeros takes its memory at once."""
     of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = min(of_machine // 2, _MOST_RESERVED)
     libc = ctypes.CDLL(None)
@@ -85,18 +90,18 @@ def keep_freed_memory() -> bool:
         if length > 0:
             libc.madvise(first, length, _MADV_HUGEPAGE)
         libc.free(block)
-    return is_set
 
 
 class _Mallinfo2(ctypes.Structure):
     """glibc's report, mallinfo(3): the eighth is bytes in use of the heap, the fifth bytes in
-    mappings."""
+    mappings, the tenth those that are free at the end of the heap."""
 
     _fields_ = [(f"number_{i}", ctypes.c_size_t) for i in range(1, 11)]
 
 
-def give_back_freed_memory() -> bool:
-    """Gives Linux the memory that was freed, if glibc keeps too much. Returns whether it did."""
+def give_back_freed_memory(most: int = _MOST_UNUSED, keeps_addresses: bool = False) -> bool:
+    """Gives Linux the memory that was freed, if glibc keeps more than `most` bytes of it. Returns
+    whether it did. keeps_addresses: those that `keep_freed_memory` reserved stay reserved."""
     libc = ctypes.CDLL(None)
     mallinfo2 = getattr(libc, "mallinfo2", None)
     # Other C libraries, and glibc before 2.33, have no such report.
@@ -106,12 +111,15 @@ def give_back_freed_memory() -> bool:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     report = mallinfo2()
     unused = pages * os.sysconf("SC_PAGE_SIZE") - report.number_8 - report.number_5
-    if unused <= _MOST_UNUSED:
+    if unused <= most:
         return False
     # A small array in the place of a large block would keep the next call from taking it again.
     # This gives back the reserved addresses, too. Reserved again, they made the peak of the next
     # step 0.8 GB larger (docs/log.md, 27 November 2026).
     libc.malloc_trim(0)
+    # the tenth: bytes at the end of the heap, which are few where none are reserved
+    if keeps_addresses and report.number_10 > _LEAST_RESERVED:
+        _reserve_addresses()
     return True
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tunix_lite.basics.plain_text import escaped
-from tunix_lite.rewards.scores import MOST_REWARD
-from tunix_lite.workers.child import KEPT, NotANumber, short_repr
+from tunix_lite.workers.child import KEPT, MOST_REWARD, NotANumber, short_repr
 
 # Roles of messages in an environment's answer. A message of the assistant continues the model's
 # own text.

@@ -259,6 +259,17 @@ class TensorPart:
     experts: int = 0  # which the tensor has in its first dim; 0: it has no such dim
     by_turns: bool = False  # as in Family
 
+    def by_rows(self) -> list["TensorPart"]:
+        """A table [V, D] in pieces, each of at most a quarter of AT_ONCE in float32."""
+        count, width = self.weight.shape
+        num_rows = max(1, AT_ONCE // (16 * width))
+        pieces = []
+        for start in range(0, count, num_rows):
+            rows = slice(start, min(start + num_rows, count))
+            weight = replace(self.weight, shape=(rows.stop - start, width))
+            pieces.append(replace(self, weight=weight, rows=rows))
+        return pieces
+
 
 def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[TensorPart]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows."""
@@ -386,7 +397,9 @@ def _read_slice(
         index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
     elif _is_score(weight):
         index = (slice(None), flat_slice(0, 1))
-    elif weight.axes[0] != "vocab":
+    elif weight.axes[0] == "vocab":
+        index = (flat_slice(0, 1, first_row), flat_slice(1, 2))
+    else:
         index = (flat_slice(0, num_dims),)
     return read(index).reshape(shape)
 
@@ -529,26 +542,26 @@ def load_params(
             loaded[path] = put(np.zeros(leaf.shape, leaf.dtype), *leaf.axes)
             continue
         stack = None
-        if weight.is_stacked:
+        parts = parts_of[path]
+        # On one device a table comes in pieces of rows: whole, it would be there twice.
+        if weight.axes[0] == "vocab" and to[0].mesh.size == 1:
+            parts = parts[0].by_rows()
+        if weight.is_stacked or len(parts) > 1:
             # jnp.zeros(device=...) would make them on one device and copy them to the others, by
             # way of temporaries as large
             make = partial(jax.tree.map, lambda w: jnp.zeros(w.shape, w.dtype), leaf)
             stack = jax.jit(make, out_shardings=shardings(leaf))()
-        parts = parts_of[path]
         # of each layer, one or those of its experts
-        count = len(parts) // (weight.shape[0] if weight.is_stacked else 1)
+        count = len(parts) // weight.shape[0] if weight.is_stacked else 1
         for i in range(0, len(parts), count):
+            some = parts[i : i + count]
+            one = unstacked(weight) if weight.is_stacked else some[0].weight
+            at = i // count if weight.is_stacked else some[0].rows.start
             # The piece gets no name here, so that it is freed before the next one is read.
-            stack = _write(
-                stack,
-                _piece(tensors, parts[i : i + count], unstacked(weight)),
-                jnp.int32(i // count),
-                leaf,
-                to,
-            )
+            stack = _write(stack, _piece(tensors, some, one), jnp.int32(at), leaf, to)
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            num_read += math.prod(unstacked(weight).shape)
+            num_read += math.prod(one.shape)
             if on_bytes is not None:
                 # a weight has the share of its elements in the bytes of all
                 on_bytes(num_bytes * num_read // num_params(plain), num_bytes)
@@ -600,18 +613,21 @@ def _check_copy(tensors: Tensors | GgufTensors, name: str, other: str) -> None:
 def _write(
     stack: Leaf | None,
     piece: jax.Array,
-    layer: jax.Array,
+    at: jax.Array,
     leaf: Leaf,
     to: tuple[NamedSharding, ...],
 ) -> Leaf:
-    """`stack` with a piece in one of its layers, written in place as `leaf` of the table says."""
+    """`stack` with a piece as one of its layers, or as rows of a table, written in place as `leaf`
+    of the table says. at: the layer, or the first row."""
     value = quantize(piece, jax.tree.map(unstacked, leaf))
     if stack is not None:
         # x.at[layer].set(v) is a scatter, of which XLA's CPU backend, in bfloat16, makes a copy of
         # all layers for each.
-        value = jax.tree.map(
-            lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), stack, value
-        )
+        def put_in(x: jax.Array, v: jax.Array) -> jax.Array:
+            rows = v.reshape(-1, *x.shape[1:])
+            return jax.lax.dynamic_update_slice_in_dim(x, rows, at, 0)
+
+        value = jax.tree.map(put_in, stack, value)
     leaves, treedef = jax.tree.flatten(value)
     constrained = [
         jax.lax.with_sharding_constraint(x, sharding) for x, sharding in zip(leaves, to)

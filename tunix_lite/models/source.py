@@ -16,6 +16,7 @@ from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.plain_text import escaped, shown
 from tunix_lite.basics.types import Params
 from tunix_lite.basics.untrusted import as_path, read_text
+from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.models import decoder, families, hf, hub, peft, sizes, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.chat_template import PRESETS, ChatTemplate
@@ -37,6 +38,8 @@ BUNDLED = Path(__file__).parent / "bundled"
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
 _SAMPLE = 1 << 16
+# Bytes of freed memory that the process may keep while weights are loaded.
+_MOST_UNUSED = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -328,6 +331,8 @@ def load_base(
     on_bytes: hf.OnBytes | None = None,
 ) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
+    # Reading a tokenizer of 262,144 tokens takes 0.4 GB, of which 0.07 stay in use.
+    give_back_freed_memory(_MOST_UNUSED, keeps_addresses=True)
     if located.folder is None:
         return init_stored(decoder.weights(located.cfg), jax.random.key(seed), storage)
     return hf.load_params(located.folder, located.cfg, located.family, storage, on_bytes)

@@ -81,14 +81,18 @@ class MemoryEstimate:
     def code_in_process(self) -> int:
         """The bytes of all programs in the process of a CPU: the update, a loop over layers, and
         of sampling, with all layers, one for each width of prompts and number of columns. As XLA
-        made them of SmolLM2 135M and Gemma 3 270M (docs/log.md, 28 November 2026)."""
-        size = 60_000_000
+        made them of SmolLM2 135M (docs/log.md, 28 November 2026)."""
+        size = 80_000_000
         if self.resolved.has_rollouts:
             longest, new = self.resolved.lengths
             columns = column_sizes(longest + new, longest)
             count = len(prompt_widths(longest)) + len(columns)
-            size += 1_800_000 * self.resolved.cfg.num_layers * count
+            size += 2_400_000 * self.resolved.cfg.num_layers * count
         return size
+
+    def tokenizer_bytes(self) -> int:
+        """The bytes of a tokenizer in the process of a CPU: texts and merges by token."""
+        return 280 * self.resolved.cfg.vocab_size
 
     # ---- sampling
 
@@ -265,7 +269,8 @@ class MemoryEstimate:
         if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
             # The gradient of one layer, before it is divided over fsdp, is float32.
             layer += max(0, 4 - resolved.itemsize) * self.layer_elements()
-        activations = self.kept_layers(rows, width) + max(layer, self._head_at_work(rows))
+        head = self._head_at_work(rows, self.adds_in_place())
+        activations = self.kept_layers(rows, width) + max(layer, head)
         if (critic := resolved.needs.critic) is not None and critic.is_own:
             # Its layers are kept beside the policy's, and one is at work.
             activations += self.kept_layers(rows, width) + layer
@@ -284,6 +289,16 @@ class MemoryEstimate:
             "gradients": self.gradient_bytes(),
             "activations": activations,
         }
+
+    def adds_in_place(self) -> bool:
+        """Whether each block of the head adds its gradient to the sum of the table's, on one CPU
+        (vocabulary.gradients_added); XLA then makes no other table there."""
+        resolved = self.resolved
+        is_one_sum = resolved.run.training.sync_gradients_every == 1
+        is_half = resolved.run.training.mixed_precision == "bf16_params"
+        trains = resolved.lora is None and not is_half
+        is_alone = resolved.platform == "cpu" and resolved.fsdp * resolved.tp == 1
+        return is_alone and trains and is_one_sum and resolved.rows.num_micro_batches > 1
 
     def _kept_of_teacher(self) -> int:
         """The bytes kept of the teacher's distribution of each token of a shard, prompts included;
@@ -486,10 +501,10 @@ class MemoryEstimate:
         layers = 1 if self.resolved.fsdp == 1 else count + 1
         return layers * self.layer_elements() * self.resolved.itemsize
 
-    def _head_at_work(self, rows: int) -> int:
+    def _head_at_work(self, rows: int, adds_in_place: bool = False) -> int:
         """The head: a block of float32 scores, twice; the hidden states and their sum of gradients,
-        6nD; the table, as it is stored, regrouped into blocks, and its gradient or, where it has
-        none, the copy that a loop over blocks keeps."""
+        6nD; unless it adds in place, the table, as it is stored, regrouped into blocks, and its
+        gradient or, where it has none, the copy that a loop over blocks keeps."""
         resolved = self.resolved
         cfg = resolved.cfg
         if cfg.output != "logits":
@@ -507,6 +522,8 @@ class MemoryEstimate:
         blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored, on_cpu)
         scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
         hidden = 6 * scored * cfg.embed_dim
+        if adds_in_place and cfg.vocab_size % blocks == 0:
+            return scores + hidden
         table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
         is_half = (
             resolved.run.training.mixed_precision == "bf16_params" or resolved.lora is not None

@@ -34,7 +34,7 @@ _STEPS_OF_EPOCHS = 1_000
 _SAMPLING_PROGRAMS = ("prefill", "decode", "append", "rewind")
 # the part of what is resident that is code
 _PROGRAMS = "programs"
-# what the compiler has freed, and the process keeps
+# what the compiler has freed, as far as a phase does not take it
 _COMPILER = "freed by the compiler"
 
 
@@ -79,22 +79,20 @@ class Plan:
     @property
     def resume_bytes(self) -> int:
         """The peak of resuming: the state is read where it stays, before any program."""
-        of_compiling = (_PROGRAMS, _COMPILER)
-        return sum(size for part, size in self.resident.items() if part not in of_compiling)
+        return self.resident_bytes - self.resident.get(_PROGRAMS, 0)
 
     @property
     def evaluation_bytes(self) -> int | None:
         """The peak of `tunix-lite evaluate` on a CPU with the rollout of this plan; None: it has
-        none, or is of another device. The weights as they were loaded are freed before it, and what
-        it takes beside its own weights lies in their place."""
+        none, or is of another device. It makes its own weights of those that were loaded, which it
+        frees before it compiles."""
         adds = next((phase.adds for phase in self.phases if phase.name == "rollout"), {})
         copy = adds.get("weights to sample")
         if copy is None or "process" not in self.resident:
             return None
         loaded = sum(self.resident.get(part, 0) for part in ("parameters", "frozen base"))
-        beside = sum(adds.values()) - copy
-        of_process = self.resident["process"] + self.resident[_PROGRAMS]
-        return of_process + copy + max(loaded, beside)
+        beside = self.resident[_PROGRAMS] + sum(adds.values()) - copy
+        return self.resident["process"] + copy + max(loaded, beside)
 
     @property
     def fullest(self) -> Phase:
@@ -142,9 +140,10 @@ def assemble_plan(
     code = code if done else estimate.code()
     with_code = resident | ({_PROGRAMS: code} if code else {})
     if machine.process_bytes:
-        in_process = estimate.code_in_process() // jax.local_device_count()
-        with_code |= {"process": machine.process_bytes, _PROGRAMS: in_process}
-        with_code |= {_COMPILER: machine.compiler_bytes}
+        count = jax.local_device_count()
+        tokenizer = estimate.tokenizer_bytes() // count
+        with_code["process"] = machine.process_bytes + tokenizer
+        with_code[_PROGRAMS] = estimate.code_in_process() // count
 
     # The phases of a step, in their order.
     made = {}
@@ -184,6 +183,12 @@ def assemble_plan(
         # the devices hold both while one waits for the other
         sampling = sum(made["rollout"][1].values())
         made["update"] = source, adds | {"sampling beside it": sampling}
+
+    # What the compiler has freed is given back before a phase, or the phase takes it.
+    for name, (source, adds) in made.items():
+        left = machine.compiler_bytes - sum(adds.values())
+        if left > 0:
+            made[name] = source, adds | {_COMPILER: left}
 
     # A refused program needs what its compiler names, if it does.
     for error in refused:

@@ -5,11 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunix_lite.workers.child import NotANumber, bounded, short_repr
+from tunix_lite.workers.child import MOST_REWARD, NotANumber, bounded, short_repr
 from tunix_lite.workers.pool import IS_NONE, NoScore
-
-# the largest size of a reward: its square is a number of float32, in which the loss is computed
-MOST_REWARD = 1e18
 
 
 class CompletionText(str):

@@ -23,6 +23,7 @@ from tunix_lite.models.layer_by_layer import (
 )
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
+from tunix_lite.parallel.compiler_options import LEAST_MEMORY, options_of_mesh
 from tunix_lite.parallel.compiling import check_wanted, compiled_together
 from tunix_lite.parallel.mesh import (
     axis_size,
@@ -415,9 +416,11 @@ def make_prepare(
             on_cpu = may_join and are_for_cpu(params, dtype, current_mesh(), gather)
             how = {"cfg": cfg, "dtype": dtype, "on_cpu": on_cpu}
             shapes = per_layer_shapes(params, gather=gather, **how)
+            # As in updates, a CPU goes matrix by matrix: else it would hold many of them twice.
             compiled[place] = jax.jit(
                 partial(per_layer_params, **how),
                 out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+                compiler_options=options_of_mesh(LEAST_MEMORY),
             )
         return compiled[place](params)
 

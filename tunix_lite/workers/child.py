@@ -23,6 +23,8 @@ _SHOWN = 200
 KEPT = 64 * 1024
 # of prctl(2)
 _PR_SET_PDEATHSIG = 1
+# the largest size of a reward: its square is a number of float32, in which the loss is computed
+MOST_REWARD = 1e18
 
 
 class NotANumber(Exception):

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunix_lite.basics.plain_text import message_of, shown
+from tunix_lite.rewards.scores import MOST_REWARD
 from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes
 
 # (client, example) -> the reward, or a text that is graded
 Agent = Callable[[Any, dict], Any]
-# A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
-_MOST_REWARD = 1e18
 _ON_ERROR = ("raise", "zero", "drop")
 # between two looks at whether the run is asked to stop
 _LOOK_SECONDS = 1.0
@@ -188,7 +187,7 @@ class Runner:
             reward = float(returned) if hasattr(returned, "__float__") else math.nan
         except (OverflowError, TypeError, ValueError):
             reward = math.nan
-        if abs(reward) <= _MOST_REWARD:
+        if abs(reward) <= MOST_REWARD:
             return reward, ""
-        right = f"it is a finite number, {_MOST_REWARD:g} at most, or a text"
+        right = f"it is a finite number, {MOST_REWARD:g} at most, or a text"
         return None, f"the agent returned {shown(returned)}; {right}"
