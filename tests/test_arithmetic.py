@@ -49,8 +49,8 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, has_ada
         layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu)
         assert ("qkv" in layers["layers"][0]) == on_cpu != ("q" in layers["layers"][0])
 
-        def attend(layer, *qkv):
-            return attention.xla(cfg, cfg.kinds[layer] == "local", meta, *qkv), None
+        def attend(kind, held, of_source, *qkv):
+            return attention.xla(cfg, kind == "local", meta, *qkv), None
 
         return decoder.forward_by_layer(layers, cfg, tokens, meta.positions, attend)[0]
 

@@ -395,8 +395,8 @@ def test_sampling_and_scoring_route_alike_and_routes_are_replayed(pattern, scan_
         h, routed = decoder.forward(params, cfg, TOKENS, meta, routes_LBTk=routes, scan_layers=scan_layers)
         layers = layer_by_layer.per_layer_params(params, cfg, jnp.float32, on_cpu=True)
 
-        def attend(layer, *qkv):
-            return attention.xla(cfg, cfg.kinds[layer] == "local", meta, *qkv), None
+        def attend(kind, held, of_source, *qkv):
+            return attention.xla(cfg, kind == "local", meta, *qkv), None
 
         given = (layers, cfg, TOKENS, meta.positions, attend)
         sampled, _, by_layer = decoder.forward_by_layer(*given, sequences=meta, routes_LBTk=routes)

@@ -498,3 +498,25 @@ def test_decoding_updates_the_cache_in_place(cfg):
     assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < 0.3 * cache  # of which the attention scores of one layer
+
+
+def test_a_program_traces_one_layer_of_each_kind(cfg, monkeypatch):
+    """Tracing takes most of the time of a call whose programs are kept, and the layers of a kind are alike."""
+    cfg = replace(cfg, num_layers=6, pattern=("local", "local", "global"))
+    programs = Programs(SamplerSpec(cfg, GenerationConfig(8, 24), EOS, 0, jnp.float32, chunk=4))
+    layers = generate.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
+    slots, prompts, pair = programs.make_slots(2), programs.make_prompt_cache(2), np.full(2, 3)
+    traced = []
+    block = decoder.block
+    monkeypatch.setattr(decoder, "block", lambda *given: traced.append(1) or block(*given))
+    for program, *given in (
+        (programs.prefill, prompts, layers, np.full((2, 8), 5), pair, 0),
+        (programs.append, slots, layers, np.arange(2), np.full((2, 8), 5), pair, pair),
+        (programs.decode, slots, layers, np.float32(1)),
+    ):
+        traced.clear()
+        text = program.lower(*given).as_text()
+        assert len(traced) == 2
+        # of each kind a function, which is called for every layer
+        assert text.count("call @layer") == 6
+        assert text.count("func private @layer") == 2

@@ -493,12 +493,38 @@ def forward_by_layer(
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; what each layer
     keeps; and where tokens were routed, as `forward` has it.
 
-    params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended, what the
-    layer keeps); of q alone where the layer reads the keys of another one. angles, products: None:
-    they are made here. attend_norms, sequences, states: as Surroundings has them, states by layer.
+    params: from `per_layer_params`. attend_fn(kind, held, of_source, q_BTNH, k_BTKH, v_BTKH) ->
+    (attended, what the layer keeps). held: its entry of `states`. A layer that reads the keys and
+    values of another one gives q alone; `held` is then of that other layer, and of_source what that
+    one keeps. angles, products: None: they are made here. attend_norms, sequences, states: as
+    Surroundings has them, states by layer.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
+
+    # Under jit of its own, Python runs this once for all layers of a kind. XLA inlines the calls.
+    @partial(jax.jit, static_argnums=0)
+    def layer(
+        kind: str,
+        x_BTD: jax.Array,
+        w: dict[str, Any],
+        state: Any,
+        of_source: Any,
+        per_layer_BTP: jax.Array | None,
+        routes_BTk: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        around = Surroundings(
+            products,
+            angles["local" if is_local(kind) else "global"],
+            partial(attend_fn, kind.removesuffix(READER), state, of_source),
+            attend_norms,
+            sequences,
+            state,
+            per_layer_BTP,
+            routes_BTk,
+        )
+        return block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
+
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     per_layer_LBTP = None
     if cfg.per_layer_dim:
@@ -506,18 +532,13 @@ def forward_by_layer(
     # no loop over layers: each has a cache of its own, and may be of another shape
     kept_by_layer = []
     routed_by_layer = []
-    for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
-        around = Surroundings(
-            products,
-            angles["local" if is_local(kind) else "global"],
-            partial(attend_fn, layer),
-            attend_norms,
-            sequences,
-            None if states is None else states[layer],
-            *jax.tree.map(lambda x, i=layer: x[i], (per_layer_LBTP, routes_LBTk)),
-        )
-        x_BTD, kept_of_layer, routed = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
-        kept_by_layer.append(kept_of_layer)
+    for i, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
+        source = cfg.sources.get(i)
+        of_source = None if source is None else kept_by_layer[source]
+        state = None if states is None else states[i if source is None else source]
+        own = jax.tree.map(lambda x, i=i: x[i], (per_layer_LBTP, routes_LBTk))
+        x_BTD, kept, routed = layer(kind, x_BTD, w, state, of_source, *own)
+        kept_by_layer.append(kept)
         routed_by_layer.append(routed)
     routed = jax.tree.map(lambda *xs: jnp.stack(xs), *routed_by_layer)
     return norm(x_BTD, params["final_norm"], cfg), kept_by_layer, routed

@@ -300,20 +300,21 @@ def prefill(
     tokens_MT = constrain(tokens_MT, "batch", "seq")
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
-    made = {}
 
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
-        made[layer] = kv_BTKH
-        k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
-        is_local = spec.cfg.kinds[layer] == "local"
-        qkv = (q_BTNH, k_BTKH, v_BTKH)
-        attended_BTNH = attention.xla(spec.cfg, is_local, meta, *qkv, **sinks)
+    def attend_fn(
+        kind: str, held: None, of_source: Any, q_BTNH: jax.Array, *own: jax.Array, **sinks: Any
+    ):
+        kv_BTKH = own or of_source
+        attended_BTNH = attention.xla(
+            spec.cfg, kind == "local", meta, q_BTNH, *kv_BTKH, **sinks
+        )
         # A layer that reads the keys of another one keeps none of its own.
-        if not kv_BTKH:
-            return attended_BTNH, None
-        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
-        columns = prompt_cache.cache[layer].columns
-        return attended_BTNH, new.as_ring(lengths_M, columns)
+        return attended_BTNH, own or None
+
+    def as_kept(old: Any, new: Any) -> Any:
+        if not isinstance(old, KV):
+            return new
+        return kv_cache.to_cache_format(*new, spec.int8).as_ring(lengths_M, old.columns)
 
     hidden_MTD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
@@ -329,7 +330,7 @@ def prefill(
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
-            kv_cache.store_rows(old, new, first_row)
+            kv_cache.store_rows(old, as_kept(old, new), first_row)
             for old, new in zip(prompt_cache.cache, new_cache)
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
@@ -502,7 +503,9 @@ def read_drawn(
 
         # one kernel a layer, which norms and turns what it gets
         def attend_fused(
-            layer: int,
+            kind: str,
+            old: KV,
+            of_source: None,
             q_BTNH: jax.Array,
             k_BTKH: jax.Array,
             v_BTKH: jax.Array,
@@ -511,7 +514,6 @@ def read_drawn(
         ):
             norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
             sin, cos = angles
-            old = slots.cache[layer]
             out_BNH, k_BKCH, v_BKCH = fused_attend(
                 cfg,
                 q_BTNH[:, 0],
@@ -562,7 +564,7 @@ def read_drawn(
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
-    """attend_fn(layer, q, k, v) of decoder.forward_by_layer for one new token per slot."""
+    """attend_fn of decoder.forward_by_layer for one new token per slot."""
     cfg = spec.cfg
     newest_B = slots.lengths
     num_columns = {
@@ -575,21 +577,24 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         for kind, columns in num_columns.items()
     }
 
-    # the caches after this token
-    written = {}
-
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
+    def attend_fn(
+        kind: str,
+        held: KV,
+        of_source: KV | None,
+        q_BTNH: jax.Array,
+        *kv_BTKH: jax.Array,
+        **sinks: jax.Array,
+    ):
+        kv = of_source
         if kv_BTKH:
             new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
             # A slot that does not run writes, too: into the column of its next token, which
             # nothing reads before that token is there.
-            written[layer] = slots.cache[layer].with_token(new, newest_B)
-        kv = written[cfg.sources.get(layer, layer)]
-        mask = masks[cfg.kinds[layer]]
+            kv = held.with_token(new, newest_B)
         attended_BTNH = attention.attend(
-            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales, **sinks
+            cfg, q_BTNH, kv.k, kv.v, masks[kind], kv.k_scales, kv.v_scales, **sinks
         )
-        return attended_BTNH, written.get(layer)
+        return attended_BTNH, kv if kv_BTKH else None
 
     return attend_fn
 
@@ -671,7 +676,7 @@ def attend_to_cache_and_new(
     counts_R: jax.Array,
     W: int,
 ) -> Callable:
-    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it."""
+    """attend_fn of decoder.forward_by_layer for W new tokens per row."""
     cfg = spec.cfg
     place_W = jnp.arange(W)
     query_RW = lengths_R[:, None] + place_W
@@ -695,15 +700,19 @@ def attend_to_cache_and_new(
         # them still attend to.
         masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
-    made = {}
-
-    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array, **sinks: jax.Array):
+    def attend_fn(
+        kind: str,
+        held: KV,
+        of_source: KV | None,
+        q_BTNH: jax.Array,
+        *kv_BTKH: jax.Array,
+        **sinks: jax.Array,
+    ):
+        new = of_source
         if kv_BTKH:
-            made[layer] = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
-        source = cfg.sources.get(layer, layer)
-        old, new = cache[source], made[source]
-        kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
-        mask_BTS = masks[cfg.kinds[layer]]
+            new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+        kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), held, new)
+        mask_BTS = masks[kind]
 
         # So many queries at a time that their scores fit.
         length = attention.piece_length(q_BTNH, kv.columns)
@@ -713,7 +722,7 @@ def attend_to_cache_and_new(
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
             pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales, **sinks))
         attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        return attended_BTNH, made.get(layer)
+        return attended_BTNH, new if kv_BTKH else None
 
     return attend_fn
 
