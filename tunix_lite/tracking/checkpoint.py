@@ -32,7 +32,6 @@ from tunix_lite.basics.types import POLICY, Params, TrainState, policy_part
 from tunix_lite.basics.untrusted import check_only_files, read_object
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.bucket_folder import held_bucket, writes_directly
-from tunix_lite.parallel.mesh import current_platform
 
 # nested arrays, or shapes of arrays
 Tree = TrainState | dict[str, Params]
@@ -104,12 +103,13 @@ class Checkpoints:
                 # Remove what a run left that was killed while it saved.
                 cleanup_tmp_directories=True,
             )
+            _silence_orbax_errors()
             # Compressed, all arrays would be in memory once more until they are on disk, and floats
             # become only 8 % smaller (docs/log.md, 28 November 2026).
-            handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-            _silence_orbax_errors()
             self._opened = ocp.CheckpointManager(
-                self._there, options=options, item_handlers=handler
+                self._there,
+                options=options,
+                item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
             )
         return self._opened
 
@@ -205,7 +205,7 @@ class Checkpoints:
         self._is_saved = True
         # On a CPU orbax reads the arrays themselves, so that an update beside it makes new ones.
         size = sum(x.nbytes for x in jax.tree.leaves(state))
-        if size >= _LARGE and current_platform() == "cpu":
+        if size >= _LARGE and jax.default_backend() == "cpu":
             self.wait()
 
     def restore(self, like: TrainState) -> TrainState:
