@@ -311,10 +311,11 @@ def prefill(
         # A layer that reads the keys of another one keeps none of its own.
         return attended_BTNH, own or None
 
-    def as_kept(old: Any, new: Any) -> Any:
-        if not isinstance(old, KV):
-            return new
-        return kv_cache.to_cache_format(*new, spec.int8).as_ring(lengths_M, old.columns)
+    @jax.jit
+    def stored(old: Any, new: Any) -> Any:
+        if isinstance(old, KV):
+            new = kv_cache.to_cache_format(*new, spec.int8).as_ring(lengths_M, old.columns)
+        return kv_cache.store_rows(old, new, first_row)
 
     hidden_MTD, new_cache, routed = decoder.forward_by_layer(
         per_layer_params,
@@ -329,10 +330,7 @@ def prefill(
 
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
-        cache=[
-            kv_cache.store_rows(old, as_kept(old, new), first_row)
-            for old, new in zip(prompt_cache.cache, new_cache)
-        ],
+        cache=list(map(stored, prompt_cache.cache, new_cache)),
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
         lengths=put(prompt_cache.lengths, lengths_M),
     )
@@ -375,13 +373,16 @@ def admit(
     keys_B = sampling.row_keys(keys_B, queue.prompts[place_B], queue.generations[place_B])
     limits_B = queue.limits[place_B]
     take = partial(_where_rows, is_new_B)
+
+    # under jit, as the layers in decoder.forward_by_layer are
+    @jax.jit
+    def load(kv: Any, prompts: Any) -> Any:
+        return kv_cache.load_rows(kv, prompts, row_B, is_new_B)
+
     draws = jax.tree.map(lambda new: new[place_B], queue.draws)
     draws = jax.tree.map(take, draws, slots.draws)
     admitted = Slots(
-        cache=[
-            kv_cache.load_rows(kv, prompts, row_B, is_new_B)
-            for kv, prompts in zip(slots.cache, prompt_cache.cache)
-        ],
+        cache=list(map(load, slots.cache, prompt_cache.cache)),
         hidden=take(prompt_cache.hidden[row_B], slots.hidden),
         requests=take(request_B, slots.requests),
         keys=take(keys_B, slots.keys),
