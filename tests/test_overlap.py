@@ -149,8 +149,8 @@ def test_no_group_becomes_too_old_whatever_ends_first(staleness):
 # ---- a run's rollouts, with other weights in each
 
 
-class Grades:
-    """A grader that holds what it gets."""
+class Grades(overlap_worker.Grades):
+    """A grader that compares what it got with what is to be graded: each completion, or its last turn, once."""
 
     def __init__(self):
         self.rows = {}
@@ -158,6 +158,13 @@ class Grades:
     def submit(self, row, tokens):
         assert row not in self.rows, "a completion is graded once"
         self.rows[row] = list(tokens)
+
+    def results(self, rollout):
+        for row, mask in enumerate(rollout.completion_mask):
+            if rollout.conversations is not None:
+                mask = rollout.turn_ids[row] == len(rollout.conversations[row].turns)
+            assert self.rows[row] == rollout.tokens[row][mask].tolist()
+        return super().results(rollout)
 
 
 class Numbers(overlap_worker.Numbers):
@@ -195,20 +202,13 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     the update takes `updated`."""
     policy = Policy(generate, None)
     params = random_params(cfg, seed=step) if params is None else params
-    found, task, examples = overlap.draw(step, policy, Numbers(), params)
+    examples, groups = overlap.draw(step, policy, overlap._batches._session.task, params)
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
     assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, _OneStepOffPolicy)
     assert overlap.beside_update() == {}
-    grader = task.grader(None) if isinstance(overlap, _OneStepOffPolicy) else Grades()
-    answers = {"on_finished": grader.submit, "partner": task.partner(examples)}
-    rollout = found.generate(None, examples, None, GENERATIONS, **answers)
-    for row, mask in enumerate(rollout.completion_mask):
-        if rollout.conversations is not None:
-            mask = rollout.turn_ids[row] == len(rollout.conversations[row].turns)
-        assert grader.rows[row] == rollout.tokens[row][mask].tolist()
-    return rollout, [example["n"] for example in examples]
+    return groups.rollout, [example["n"] for example in examples]
 
 
 def same(ours, theirs):
@@ -284,6 +284,7 @@ class Talks(Numbers):
     """The same with an environment, which answers `delay` polls after a turn."""
 
     delay = 0
+    conversation = SimpleNamespace(credit="end", discount=1.0, on_limit="keep")
 
     def partner(self, examples):
         return Answers(delay=self.delay, max_turns=3, max_turn_tokens=5)
@@ -338,8 +339,8 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
     drawn(overlap, 0, cfg, generate)
     overlap._task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)
     params = random_params(cfg)
-    rollout = overlap.draw(1, Policy(generate, None), Talks(), params)[0].generate(None, [1, 2, 3], None, GENERATIONS)
-    assert rollout.completion_mask.any()
+    _, groups = overlap.draw(1, Policy(generate, None), overlap._task, params)
+    assert groups.rollout.completion_mask.any()
     # The update is made, and the state after it can be saved: nothing is in flight.
     assert overlap.beside_update() == {}
     assert in_flight_from(overlap.at(2)).completions == []

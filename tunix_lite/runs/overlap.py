@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
@@ -26,8 +27,8 @@ from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
 
-# a policy that hands out what was sampled, the task that grades it, its examples
-Drawn = tuple[Policy, TaskInterface, list[dict]]
+# the examples of an update, and their completions; None: it learns from demonstrations
+Drawn = tuple[list[dict], Groups | None]
 
 
 class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
@@ -85,7 +86,7 @@ class _PartialRollouts:
         in_flight = (self._behind + 1) * self._batches.count * self._generations
         self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
+    def draw(self, step: int, policy: Policy, task: TaskInterface, params: Params) -> Drawn:
         """Returns the completions of update number `step` (from 0). `policy` and `params` sample
         those that are missing, and more for later updates."""
         self._before = self._after
@@ -150,9 +151,12 @@ class _PartialRollouts:
             # nothing can be carried where all that is drawn is taken
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        # the algorithm samples as ever, and gets what is there already
-        drawn = _handed_out(policy, rollout.replace(metrics=metrics))
-        return drawn, task, examples
+        grader = task.grader(_repeated(examples, self._generations), self._generations)
+        for row, mask in enumerate(rollout.completion_mask):
+            grader.submit(row, rollout.tokens[row][mask].tolist())
+        rollout = rollout.replace(metrics=metrics)
+        graded = grader.results(rollout)
+        return examples, Groups.of(rollout, graded, task, self._generations)
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
@@ -194,49 +198,9 @@ def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
     }
 
 
-def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Policy:
-    """The policy, whose `generate` gives this rollout. is_graded: the grader got the completions
-    while they were sampled, and gets none a second time."""
-
-    def generate(
-        params: Params,
-        prompts: Prompts,
-        key: Any,
-        num_generations: int = 1,
-        on_finished: Callable[[int, Any], None] | None = None,
-        partner: Any = None,
-    ) -> Rollout:
-        # it was sampled before the algorithm asked, so it cannot be another one
-        if len(prompts) * num_generations != len(rollout.tokens):
-            raise ValueError(
-                "this algorithm samples something else than a group of each prompt; it needs "
-                "rollout.overlap=none"
-            )
-        if on_finished is not None and not is_graded:
-            for row, mask in enumerate(rollout.completion_mask):
-                on_finished(row, rollout.tokens[row][mask].tolist())
-        return rollout
-
-    return replace(policy, generate=generate)
-
-
-class _TaskInHand:
-    """A task whose grader is at work already, and whose environments have answered.
-    Example: `_TaskInHand(task, grader).grader(examples)` is `grader`."""
-
-    def __init__(self, task: Any, grader: Any):
-        self._task = task
-        self._grader = grader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def grader(self, examples: list[dict], num_generations: int = 1) -> Any:
-        """The grader of the completions that are handed out."""
-        return self._grader
-
-    def partner(self, examples: list[dict]) -> None:
-        """Returns None: the environments have answered already."""
+def _repeated(examples: list[dict], num_generations: int) -> list[dict]:
+    """The example of each completion."""
+    return [example for example in examples for _ in range(num_generations)]
 
 
 class _OneStepOffPolicy:
@@ -270,7 +234,8 @@ class _OneStepOffPolicy:
 
         # The rollout that waited in a checkpoint. Its grades are computed again.
         if isinstance(start, RolloutInFlight):
-            grader = self._task.grader(self._repeated(start.step), self._generations)
+            repeated = _repeated(self._batches[start.step][0], self._generations)
+            grader = self._task.grader(repeated, self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
             self._before = self._after = replace(start, grader=grader)
@@ -285,7 +250,7 @@ class _OneStepOffPolicy:
         samples = generate if self._apart is None else self._apart
         samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
+    def draw(self, step: int, policy: Policy, task: TaskInterface, params: Params) -> Drawn:
         """See _PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
@@ -298,9 +263,8 @@ class _OneStepOffPolicy:
         examples, _ = self._batches[step]
         self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
-        task = _TaskInHand(task, held.grader)
-        drawn = _handed_out(policy, rollout, is_graded=True)
-        return drawn, task, examples
+        graded = held.grader.results(rollout)
+        return examples, Groups.of(rollout, graded, task, self._generations)
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -325,7 +289,7 @@ class _OneStepOffPolicy:
         samples the rest."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
-        repeated = self._repeated(step)
+        repeated = _repeated(self._batches[step][0], self._generations)
         grader = self._task.grader(repeated, self._generations)
         options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
         arguments = (params, self._batches[step][1], key, self._generations)
@@ -346,11 +310,6 @@ class _OneStepOffPolicy:
             return RolloutInFlight(step, version, rollout, grader)
 
         return sampled
-
-    def _repeated(self, step: int) -> list[dict]:
-        """The example of each completion."""
-        examples, _ = self._batches[step]
-        return [example for example in examples for _ in range(self._generations)]
 
 
 # what gives a run its completions where rollouts overlap with learning

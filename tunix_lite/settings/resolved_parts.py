@@ -164,6 +164,7 @@ def policy_of(
         reference,
         resolved.rows,
         resolved.replays_routes,
+        resolved.batch.sequences,
         seconds,
         remat=training.remat,
         attend=attention.IMPLEMENTATIONS[resolved.attention],
