@@ -83,14 +83,25 @@ class Max:
         """Both together: the larger value."""
         return self.replace(value=jnp.maximum(self.value, other.value))
 
-    def least(self) -> "Max":
-        """The start of a sum: nothing is smaller. `value` may be the shape alone."""
-        return self.replace(value=jnp.full(self.value.shape, -jnp.inf, self.value.dtype))
+    @staticmethod
+    def is_one(summand: object) -> bool:
+        return isinstance(summand, Max)
 
-    @property
-    def number(self) -> jax.Array:
-        """The metric itself."""
-        return -self.value if self.of_negative else self.value
+    @staticmethod
+    def start_of(like: "jax.Array | Max") -> "jax.Array | Max":
+        """The start of a sum of such values, whose shapes are enough; of a Max, nothing is
+        smaller."""
+        if isinstance(like, Max):
+            return jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), like)
+        # bfloat16 would lose small parts of a long sum
+        return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+
+    @staticmethod
+    def number_of(total: "jax.Array | Max") -> jax.Array:
+        """The metric itself: a sum, the largest value, or the smallest."""
+        if not isinstance(total, Max):
+            return total
+        return -total.value if total.of_negative else total.value
 
 
 def smallest(value: jax.Array) -> Max:
