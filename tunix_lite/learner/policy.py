@@ -64,6 +64,10 @@ class _Rescore:
         scores = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return scores[:count]
 
+    def under(self, params: Params, metric: str) -> "_FrozenScorer":
+        """The scorer of weights that stay as they are; its seconds go to `metric`."""
+        return _FrozenScorer(params, replace(self, metric=metric))
+
 
 @dataclass(frozen=True)
 class _FrozenScorer:
@@ -175,8 +179,7 @@ def make_policy(
     )
     frozen = {}
     if reference is not None:
-        of_reference = replace(rescore, metric="time/reference")
-        frozen["reference"] = _FrozenScorer(reference, of_reference)
+        frozen["reference"] = rescore.under(reference, "time/reference")
     return Policy(generate, scores, frozen, rescore)
 
 

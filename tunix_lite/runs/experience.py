@@ -101,8 +101,7 @@ class FreshExperience:
         self._draw: Callable[[int, Params], Drawn] = self.draw
         self._beside: Callable[[], Metrics] | None = None
         if learner.overlap is not None:
-            draw = learner.overlap.draw
-            self._draw = lambda step, params: draw(step, learner.policy, session.task, params)
+            self._draw = learner.overlap.draw
             self._beside = learner.overlap.beside_update
         elif needs.reads_ahead:
             self._beside = self.read_ahead

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
@@ -20,10 +20,8 @@ from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.runs.separate_sampling import (
     SeparateSampling,
     arguments_of_sampler,
-    separate_sampling,
 )
 from tunix_lite.runs.session import Session
-from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
 
@@ -56,13 +54,15 @@ class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
             del self[step]
 
 
-class _PartialRollouts:
+class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs. The update starts
     once its groups are complete, and the completions under way go on with the new weights. It gives
-    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
+    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint.
+    Example: `PartialRollouts(session, sampler, InFlight([], 0)).draw(0, params)`."""
 
     def __init__(self, session: Session, sampler: PartialSampler, start: InFlight):
         run = session.run
+        self._session = session
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -81,14 +81,14 @@ class _PartialRollouts:
         return (self._before if step <= self._began else self._after).as_arrays()
 
     def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
-        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
+        """Compiles all that sampling for updates can need. generate: of the policy. about: of the
         run's conversations."""
         in_flight = (self._behind + 1) * self._batches.count * self._generations
         self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
-    def draw(self, step: int, policy: Policy, task: TaskInterface, params: Params) -> Drawn:
-        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
-        those that are missing, and more for later updates."""
+    def draw(self, step: int, params: Params) -> Drawn:
+        """Returns the examples of update number `step` (from 0) and their completions. Those that
+        are missing are sampled with `params`, and more for later updates."""
         self._before = self._after
         self._began = step
         last = step + self._behind * self._updates
@@ -151,6 +151,7 @@ class _PartialRollouts:
             # nothing can be carried where all that is drawn is taken
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
+        task = self._session.task
         grader = task.grader(_repeated(examples, self._generations), self._generations)
         for row, mask in enumerate(rollout.completion_mask):
             grader.submit(row, rollout.tokens[row][mask].tolist())
@@ -203,7 +204,7 @@ def _repeated(examples: list[dict], num_generations: int) -> list[dict]:
     return [example for example in examples for _ in range(num_generations)]
 
 
-class _OneStepOffPolicy:
+class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
     programs, in one order: the first chunks of sampling, the update, the other chunks. Their
@@ -212,12 +213,15 @@ class _OneStepOffPolicy:
     def __init__(
         self,
         session: Session,
+        generate: Generate,
         start: InFlight | RolloutInFlight,
         apart: SeparateSampling | None = None,
     ):
-        """apart: samples where sampling has devices of its own; None: the policy does."""
+        """generate: of the policy. apart: samples where sampling has devices of its own; None: the
+        policy does."""
         run = session.run
-        self._task = session.task
+        self._session = session
+        self._generate = generate
         self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -235,36 +239,36 @@ class _OneStepOffPolicy:
         # The rollout that waited in a checkpoint. Its grades are computed again.
         if isinstance(start, RolloutInFlight):
             repeated = _repeated(self._batches[start.step][0], self._generations)
-            grader = self._task.grader(repeated, self._generations)
+            grader = self._session.task.grader(repeated, self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
             self._before = self._after = replace(start, grader=grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See _PartialRollouts."""
+        """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
         return (held or InFlight([], step)).as_arrays()
 
     def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
-        """See _PartialRollouts."""
+        """See PartialRollouts."""
         samples = generate if self._apart is None else self._apart
         samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
-    def draw(self, step: int, policy: Policy, task: TaskInterface, params: Params) -> Drawn:
-        """See _PartialRollouts. Raises what went wrong beside the update before."""
+    def draw(self, step: int, params: Params) -> Drawn:
+        """See PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
         self._before = self._after
         self._began = step
-        held = self._before or self._start_rollout(step, step, policy, params)()
+        held = self._before or self._start_rollout(step, step, params)()
         following = step + self._updates
         # before the update, which donates the weights that it samples with
-        self._under_way = self._start_rollout(following, step, policy, params)
+        self._under_way = self._start_rollout(following, step, params)
         examples, _ = self._batches[step]
         self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         graded = held.grader.results(rollout)
-        return examples, Groups.of(rollout, graded, task, self._generations)
+        return examples, Groups.of(rollout, graded, self._session.task, self._generations)
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -282,7 +286,7 @@ class _OneStepOffPolicy:
         return self._after.rollout.metrics
 
     def _start_rollout(
-        self, step: int, version: int, policy: Policy, params: Params
+        self, step: int, version: int, params: Params
     ) -> Callable[[], RolloutInFlight]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end. Returns what
@@ -290,13 +294,16 @@ class _OneStepOffPolicy:
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
         repeated = _repeated(self._batches[step][0], self._generations)
-        grader = self._task.grader(repeated, self._generations)
-        options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
+        grader = self._session.task.grader(repeated, self._generations)
+        options = {
+            "on_finished": grader.submit,
+            "partner": self._session.task.partner(repeated),
+        }
         arguments = (params, self._batches[step][1], key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, **options)
         else:
-            steps = policy.generate(*arguments, stepwise=True, **options)
+            steps = self._generate(*arguments, stepwise=True, **options)
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         until_update = elapsed()
@@ -313,13 +320,15 @@ class _OneStepOffPolicy:
 
 
 # what gives a run its completions where rollouts overlap with learning
-Overlap = _PartialRollouts | _OneStepOffPolicy
+Overlap = PartialRollouts | OneStepOffPolicy
 
 
-def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
-    """Restores the run's overlapping rollouts at this step; None without overlap. Raises
-    ConfigError if the checkpoint lacks them."""
-    run = resolved.run
+def overlap_of(session: Session, generate: Generate) -> Overlap | None:
+    """Restores the overlapping rollouts of a run whose state is loaded; None without overlap.
+    generate: of the policy.
+    Raises ConfigError if the checkpoint lacks them."""
+    run = session.run
+    step = int(session.state.step)
     overlap = run.rollout.overlap
     if overlap == "none" or (overlap == "one_step" and not run.rollout.is_stale):
         return None
@@ -338,6 +347,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
             if arrays is not None:
                 start = in_flight_from(arrays)
     if overlap == "one_step":
-        return _OneStepOffPolicy(session, start, separate_sampling(session, resolved))
-    sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
-    return _PartialRollouts(session, PartialSampler(sampler), start)
+        return OneStepOffPolicy(session, generate, start, SeparateSampling.of(session))
+    arguments = arguments_of_sampler(session.parts.resolved, session.task.tokenizer)
+    sampler = make_sampler(*arguments)
+    return PartialRollouts(session, PartialSampler(sampler), start)

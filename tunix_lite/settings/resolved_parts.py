@@ -175,13 +175,11 @@ def policy_of(
     )
     scorers = dict(policy.scorers)
     for name, params in (frozen_models or {}).items():
-        theirs = policy_of(resolved.as_scorer(name), reference=params, seconds=seconds)
-        scorer = theirs.scorers["reference"]
-        rescore = replace(scorer.rescore, metric=f"time/{name}")
+        rescore = policy_of(resolved.as_scorer(name), seconds=seconds).rescore
         if resolved.compares(name):
             describe = description_of(resolved, name)
             rescore = replace(rescore, compiled=compiled_once(describe.lower))
-        scorers[name] = replace(scorer, rescore=rescore)
+        scorers[name] = rescore.under(params, f"time/{name}")
     policy = replace(policy, scorers=scorers)
     if (critic := resolved.needs.critic) is not None:
         of_rows = partial(token_values, policy.scores, critic)
