@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sampling import sample_groups
 from tunix_lite.basics.types import Batch, Graded, Rollout, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
@@ -62,7 +63,9 @@ def text() -> str:
     policy = make_policy(model.cfg, keep_rollout, temperature=1.0)
     algorithm = GRPO(num_generations=GENERATIONS)
     key = jax.random.key(SEED)
-    batch, _, graded = algorithm.collect(policy, task, params, EXAMPLES, key)
+    groups = sample_groups(policy, task, params, EXAMPLES, key, GENERATIONS)
+    batch, _ = algorithm.batch_of(policy, task, params, EXAMPLES, groups)
+    graded = groups.graded
     rows, _ = RowLayout(num_scored=GENERATION.max_new_tokens).lay_out(batch)
     scores = jax.jit(policy.scores)(params, rows)
     loss, metrics = algorithm.loss(scores, rows)

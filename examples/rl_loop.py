@@ -33,6 +33,7 @@ from tunix_lite.api import (
     make_optimizer,
     make_policy,
     put,
+    sample_groups,
 )
 
 PROMPTS = 16
@@ -70,13 +71,14 @@ def main(num_steps: int) -> list[float]:
         # Experience: P prompts, G completions of each, their rewards, the advantages [B, T].
         examples = task.batch(PROMPTS, SEED, step)
         key = jax.random.fold_in(jax.random.key(SEED), step)
-        batch, _, graded = algorithm.collect(policy, task, state.params, examples, key)
+        groups = sample_groups(policy, task, state.params, examples, key, GENERATIONS)
+        batch, _ = algorithm.batch_of(policy, task, state.params, examples, groups)
 
         # Update: the batch goes to the devices in rows; the old state is donated.
         rows, _ = RowLayout(num_scored=GENERATION.max_new_tokens).lay_out(batch)
         state, learned = train_step(state, None, rows)
 
-        means.append(float(graded.rewards.mean()))
+        means.append(float(groups.graded.rewards.mean()))
         print(
             f"step {step + 1}: reward {means[-1]:.3f}, loss {float(learned['train/loss']):+.4f}"
         )

@@ -10,8 +10,8 @@ from tunix_lite.algorithms.grpo import GRPO
 class NotFinite(GRPO):
     """One batch in five, by its tokens, holds an advantage that is no number."""
 
-    def collect(self, *arguments):
-        batch, *rest = super().collect(*arguments)
+    def batch_of(self, *arguments):
+        batch, *rest = super().batch_of(*arguments)
         if zlib.crc32(np.asarray(batch.tokens).tobytes()) % 5 == 0:
             advantages = np.array(batch.advantages)
             advantages[0] = np.nan

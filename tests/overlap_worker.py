@@ -12,7 +12,8 @@ import numpy as np
 import processes
 from conversation_worker import Counts
 
-from tunix_lite.algorithms.algorithm import Needs, Policy
+from tunix_lite.algorithms.algorithm import Needs
+from tunix_lite.basics.types import Graded
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models import decoder, weights
@@ -24,7 +25,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
-from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts
+from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
@@ -35,8 +36,20 @@ GENERATION = GenerationConfig(8, 12)
 GENERATIONS = 2
 
 
+class Grades:
+    """A grader for which all completions are alike."""
+
+    def submit(self, row, tokens):
+        pass
+
+    def results(self, rollout):
+        count = len(rollout.tokens)
+        none = np.zeros(count, bool)
+        return Graded([""] * count, [""] * count, np.zeros(count), none, [None] * count, {}, none)
+
+
 class Numbers(SimpleNamespace):
-    """A task whose examples are numbers. Nothing is graded."""
+    """A task whose examples are numbers."""
 
     tokenizer = SimpleNamespace(pad_id=0)
 
@@ -47,7 +60,7 @@ class Numbers(SimpleNamespace):
         return [[4 + (3 * one["n"] + i) % 28 for i in range(1 + one["n"] % 7)] for one in examples]
 
     def grader(self, examples, num_generations=1):
-        return SimpleNamespace(submit=lambda row, tokens: None)
+        return Grades()
 
     def partner(self, examples):
         return None
@@ -74,13 +87,12 @@ def draw() -> dict:
         rollout = RolloutConfig(4, 3, overlap="carry", max_staleness=2)
         session = session_of(rollout, Numbers())
         sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
-        carried = _PartialRollouts(session, sampler, InFlight([], 0))
-        found = {"carry": updates(carried, Policy(None, None), Numbers(), CFG)}
+        carried = PartialRollouts(session, sampler, InFlight([], 0))
+        found = {"carry": updates(carried, CFG)}
         rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
         session = session_of(rollout, Numbers())
-        ahead = _OneStepOffPolicy(session, InFlight([], 0))
-        policy = Policy(make_generate(*arguments, rollout=rollout), None)
-        return found | {"one_step": updates(ahead, policy, Numbers(), CFG), "conversations": conversations()}
+        ahead = OneStepOffPolicy(session, make_generate(*arguments, rollout=rollout), InFlight([], 0))
+        return found | {"one_step": updates(ahead, CFG), "conversations": conversations()}
 
 
 def conversations() -> dict:
@@ -89,25 +101,25 @@ def conversations() -> dict:
     cfg = replace(CFG, vocab_size=512)
     rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
     generation = GenerationConfig(32, 60)
-    policy = Policy(make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout), None)
+    generate = make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout)
     everyone = Processes(jax.process_index(), jax.process_count(), allgather_values)
     config = TaskConfig(Arithmetic(), "What is {question}?", {}, environment=Counts())
     settings = ConversationConfig(max_turns=3, max_turn_tokens=6, workers=0)
     whole = Task(config, tokenizer, 32, 60)
     with whole.with_workers(RewardsConfig(workers=0), print, everyone, settings) as task:
         session = session_of(rollout, task)
-        found = updates(_OneStepOffPolicy(session, InFlight([], 0)), policy, task, cfg)
+        found = updates(OneStepOffPolicy(session, generate, InFlight([], 0)), cfg)
     assert max(turn for rows in found["turns"] for row in rows for turn in row) > 1
     return found
 
 
-def updates(kept, policy, task, cfg) -> dict:
+def updates(kept, cfg) -> dict:
     params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
     update = jax.jit(learned, donate_argnums=0)
     found = {"tokens": [], "versions": [], "logprobs": [], "examples": [], "turns": []}
     for step in range(3):
-        handed, _, examples = kept.draw(step, policy, task, params)
-        rollout = handed.generate(None, examples, None, GENERATIONS)
+        examples, groups = kept.draw(step, params)
+        rollout = groups.rollout
         # It is on its way to the devices when sampling goes on.
         params = update(params)
         kept.beside_update()

@@ -205,14 +205,14 @@ class Strikes(GRPO):
     strike: object = None
     checkpoint: Path = None
 
-    def collect(self, *arguments):
+    def batch_of(self, *arguments):
         self.seen.append(1)
         if len(self.seen) == 3:
             until = time.monotonic() + 30
             while not self.checkpoint.is_dir() and time.monotonic() < until:
                 time.sleep(0.01)
             self.strike()
-        return super().collect(*arguments)
+        return super().batch_of(*arguments)
 
 
 def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(disk, monkeypatch, capfd):

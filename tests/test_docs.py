@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.types import TokenScores
 from tunix_lite.commands import program
 from tunix_lite.commands.check import Check
@@ -524,10 +525,9 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     algorithm = composing.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
     mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
     rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
-    graded = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
-    policy = SimpleNamespace(generate=lambda params, prompts, key, num_generations: rollout)
-    task = SimpleNamespace(prompts=lambda examples: None, grade=lambda group, rollout, G: graded)
-    batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
+    rewards_PG = np.array([[0.0, 1.0], [1.0, 1.0]])
+    groups = Groups(rollout, None, rewards_PG, np.ones((2, 2), bool), {"reward/mean": 0.75})
+    batch, metrics = algorithm.batch_of(None, None, None, [{}, {}], groups)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25
     loss, _ = algorithm.loss(TokenScores(jnp.full((4, 3), -2.0), jnp.zeros((4, 3))), batch)

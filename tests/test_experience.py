@@ -10,7 +10,8 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Needs, Policy
-from tunix_lite.algorithms.groups import Groups, sample_groups, turn_advantages
+from tunix_lite.algorithms.groups import Groups, turn_advantages
+from tunix_lite.algorithms.sampling import sample_groups
 from tunix_lite.basics.types import Batch, Conversation, Graded, Rollout, SampledTurn, TurnReply
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.runs.experience import FreshExperience
@@ -28,31 +29,48 @@ class Echo:
     def needs(self):
         return Needs(mini_batches=self.mini_batches, rounds=self.max_rounds)
 
-    def collect(self, policy, task, params, examples, key):
-        kept = examples[: len(examples) // self.max_rounds]
-        numbers = np.array([[example["n"]] * 4 for example in kept], np.int32)
-        mask = np.broadcast_to(np.arange(4) >= 1, numbers.shape)
-        drawn = np.full(numbers.shape, float(jax.random.uniform(key)), np.float32)
-        texts = [str(example["n"]) for example in kept]
-        count = len(kept)
-        yes, no = np.ones(count, bool), np.zeros(count, bool)
-        rollout = Rollout(numbers, mask, mask, drawn, yes.astype(np.int8), drawn)
-        graded = Graded(texts, texts, np.arange(count, dtype=float), yes, texts, {}, no, rollout=rollout)
+    num_generations = 1
+
+    def batch_of(self, policy, task, params, examples, groups):
+        rollout = groups.rollout
+        mask = np.ones(rollout.tokens.shape, bool)
         metrics = {"seen": [example["n"] for example in examples]}
-        return Batch(numbers, np.ones(numbers.shape, bool), mask / 3, old_logprobs=drawn), metrics, graded
+        weight = rollout.completion_mask / 3
+        return Batch(rollout.tokens, mask, weight, old_logprobs=rollout.logprobs), metrics
+
+
+def generate(params, prompts, key, num_generations, **_):
+    """The tokens of a completion are the number of its example."""
+    numbers = np.array([[n] * 4 for n in prompts], np.int32)
+    mask = np.broadcast_to(np.arange(4) >= 1, numbers.shape)
+    drawn = np.full(numbers.shape, float(jax.random.uniform(key)), np.float32)
+    return Rollout(numbers, mask, mask, drawn, np.ones(len(numbers), np.int8), drawn)
+
+
+def grades(rollout):
+    count = len(rollout.tokens)
+    texts = [str(row[0]) for row in rollout.tokens]
+    yes, no = np.ones(count, bool), np.zeros(count, bool)
+    return Graded(texts, texts, np.arange(count, dtype=float), yes, texts, {}, no, rollout=rollout)
 
 
 def source(algorithm, prompts=2):
     def batch(count, seed, rollout):
         return [{"n": seed % 1000 + rollout * count + i} for i in range(count)]
 
-    task = SimpleNamespace(batch=batch)
+    task = SimpleNamespace(
+        batch=batch,
+        prompts=lambda examples: [example["n"] for example in examples],
+        grader=lambda examples, G: SimpleNamespace(submit=None, results=grades),
+        partner=lambda examples: None,
+    )
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)
     session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console, stopping=None)
     resolved = SimpleNamespace(rows=RowLayout())
-    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), overlap=None, resolved=resolved)
+    policy = Policy(generate, None)
+    learner = SimpleNamespace(policy=policy, seed_key=jax.random.key(0), overlap=None, resolved=resolved)
     return FreshExperience(session, learner)
 
 
@@ -68,7 +86,7 @@ def numbers(experience):
 
 def test_each_update_takes_the_next_mini_batch_and_then_goes_through_them_again():
     taken = source(Echo(updates_per_rollout=4, mini_batches=2))
-    found = [taken.take(step, None) for step in range(8)]
+    found = [taken.take(step, {}) for step in range(8)]
     assert [numbers(one) for one in found] == [[0, 1], [2, 3]] * 2 + [[4, 5], [6, 7]] * 2
     assert [one.updates_left for one in found] == [4, 3, 2, 1] * 2
     assert [one.graded.completions for one in found[:2]] == [["0", "1"], ["2", "3"]]
@@ -82,10 +100,10 @@ def test_each_update_takes_the_next_mini_batch_and_then_goes_through_them_again(
 def test_a_run_that_resumes_gets_what_it_would_have_got():
     settings = Echo(updates_per_rollout=2, mini_batches=2, max_rounds=3)
     whole = source(settings)
-    before = [whole.take(step, None) for step in range(8)]
+    before = [whole.take(step, {}) for step in range(8)]
     again = source(settings)
     for step in range(4, 8):
-        jax.tree.map(np.testing.assert_array_equal, again.take(step, None).batch, before[step].batch)
+        jax.tree.map(np.testing.assert_array_equal, again.take(step, {}).batch, before[step].batch)
 
 
 # ---- which turn of a conversation a reward counts for: numbers by hand
@@ -132,7 +150,7 @@ def two_conversations(credit: str, discount: float = 1.0) -> Groups:
     task.conversation = settings
     task.partner = lambda examples: "answers"
     policy = Policy(lambda *_, **__: rollout, None)
-    return sample_groups(policy, task, None, [{}], None, 2)
+    return sample_groups(policy, task, {}, [{}], None, 2)
 
 
 def test_advantages_stand_at_the_tokens_of_their_turns():

@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_knows_its_best_and_how_long_nothing_was_better(stopp
 
 
 def begun(settings: list[str], folder):
-    """The learner of a run that has not made a step, and its task."""
+    """The learner of a run that has not made a step, its task and its state."""
     parts = prepare(compose(settings), RunDir(folder))
     jax.set_mesh(parts.mesh)
     stopping = SimpleNamespace(
@@ -145,7 +145,7 @@ def begun(settings: list[str], folder):
     session = SimpleNamespace(
         run=parts.resolved.run, parts=parts, run_dir=RunDir(folder), console=MagicMock(), stopping=stopping
     )
-    return build_learner(session), parts.task
+    return build_learner(session), parts.task, session.state
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def begun(settings: list[str], folder):
     ],
 )
 def test_mesh_micro_batches_and_packing_do_not_change_it(settings, stopped, tmp_path):
-    learner, task = begun([*SFT, *settings], tmp_path)
-    found = held_out_loss(learner, task, learner.state)
+    learner, task, state = begun([*SFT, *settings], tmp_path)
+    found = held_out_loss(learner, task, state)
     row = rows_of(stopped)[0]
     assert found.keys() == {name for name in row if name.startswith("eval/")}
     for name, value in found.items():
@@ -173,11 +173,11 @@ def test_the_loss_of_held_out_pairs_is_dpos(tmp_path):
     settings = [*TINY, ONE, "algorithm=dpo", "task=preferences", f"task.train={file}", f"task.held_out={file}",
                 "algorithm.beta=0.5", "training.prompts_per_step=2", "training.packing=none",
                 "evaluation.num_examples=0", "evaluation.loss_examples=7"]  # fmt: skip
-    learner, task = begun(settings, tmp_path)
-    before = jax.tree.map(np.asarray, learner.state.params)
+    learner, task, state = begun(settings, tmp_path)
+    before = jax.tree.map(np.asarray, state.params)
     rng = np.random.default_rng(0)
-    moved = jax.tree.map(lambda x: x + (0.02 * rng.normal(size=x.shape)).astype(x.dtype), learner.state.params)
-    found = held_out_loss(learner, task, learner.state.replace(params=moved))
+    moved = jax.tree.map(lambda x: x + (0.02 * rng.normal(size=x.shape)).astype(x.dtype), state.params)
+    found = held_out_loss(learner, task, state.replace(params=moved))
 
     def total(params, name):
         tokens, mask, counts = task.demonstrations(pairs, name)
@@ -207,11 +207,11 @@ def test_the_held_out_loss_of_distillation_is_the_same_in_any_number_of_parts(di
 
     found = []
     for prompts in (3, 2):
-        learner, task = begun([*settings, f"training.prompts_per_step={prompts}"], tmp_path)
+        learner, task, state = begun([*settings, f"training.prompts_per_step={prompts}"], tmp_path)
         task = replace(task, pool=None)
-        same = held_out_loss(learner, task, learner.state)
+        same = held_out_loss(learner, task, state)
         assert abs(same["eval/loss"]) < 2e-3, "the teacher is kept in bfloat16"
-        state = learner.state.replace(params=moved(learner.state.params))
+        state = state.replace(params=moved(state.params))
         found.append(held_out_loss(learner, task, state))
     assert found[0].keys() == found[1].keys() and found[0]["eval/loss"] > 0.01
     for name, value in found[0].items():

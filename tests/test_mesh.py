@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collect
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.algorithms.grpo import GRPO
@@ -58,7 +59,7 @@ def run(fsdp: int, tp: int):
     tokens, seen = [], []
     for step in range(STEPS):
         key = jax.random.fold_in(jax.random.key(0), step)
-        batch, *_ = algorithm.collect(policy, EvenTask(), state.params, [{}] * 4, key)
+        batch, *_ = collect(algorithm, policy, EvenTask(), state.params, [{}] * 4, key)
         state, metrics = train_step(state, None, rows.lay_out(batch)[0])
         tokens.append(np.asarray(batch.tokens))
         seen.append({name: float(value) for name, value in metrics.items()})

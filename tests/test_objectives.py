@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import as_rows, collect
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -264,7 +265,7 @@ def collected(algorithm, rewards_PG, num_prompts=None, **known):
     policy, task, state = of_rewards(rewards_PG, **known)
     count = len(rewards_PG) if num_prompts is None else num_prompts
     examples = [{"n": n} for n in range(count * algorithm.max_rounds)]
-    return *algorithm.collect(policy, task, None, examples, jax.random.key(0)), state
+    return *collect(algorithm, policy, task, None, examples, jax.random.key(0)), state
 
 
 MIXED = [[1, 0], [1, 1], [0, 1], [0, 0]]
@@ -408,7 +409,7 @@ def found_slope(algorithm, is_stale):
     batch = batch.replace(loss_weight=weights)
     batch, _ = algorithm.scored(batch, groups, policy, None)
     with jax.enable_x64(True):
-        rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
+        rows = as_rows(jax.tree.map(jnp.asarray, batch))
 
         def loss(logprobs):
             scores = TokenScores(jnp.stack([jnp.zeros(5), logprobs], axis=1), jnp.zeros((5, 2)))
@@ -561,7 +562,7 @@ def test_duplicated_prompts_are_groups_of_their_own():
     grader = task.grader([], 2)
     task.grader = lambda examples, G: seen.append((len(examples), G)) or grader
     twice = {"n": 0}
-    batch, *_ = GRPO(num_generations=2).collect(policy, task, None, [twice, twice], jax.random.key(0))
+    batch, *_ = collect(GRPO(num_generations=2), policy, task, None, [twice, twice], jax.random.key(0))
     assert seen == [(4, 2)]
     np.testing.assert_allclose(batch.advantages[2:], 0)
 
@@ -657,7 +658,7 @@ def learned(chosen):
     finish = np.random.default_rng(1).integers(0, 2, rewards.shape)
     batch, *_ = collected(algorithm, rewards, len(rewards) // 3, lengths=lengths, finish=finish)
     moved = np.random.default_rng(2).normal(-0.2, 0.3, batch.tokens.shape)
-    rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
+    rows = as_rows(jax.tree.map(jnp.asarray, batch))
     logprobs = jnp.asarray(np.where(batch.loss_weight != 0, batch.old_logprobs + moved, 0), jnp.float32)
     loss, slopes = jax.value_and_grad(lambda lp: algorithm.loss(TokenScores(lp, jnp.ones_like(lp)), rows)[0])(logprobs)
     return arrays_of_batch(batch), float(loss), np.asarray(slopes)

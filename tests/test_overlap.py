@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +13,6 @@ import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
@@ -37,7 +36,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
-from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts, groups_to_take
+from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts, groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
@@ -149,8 +148,8 @@ def test_no_group_becomes_too_old_whatever_ends_first(staleness):
 # ---- a run's rollouts, with other weights in each
 
 
-class Grades:
-    """A grader that holds what it gets."""
+class Grades(overlap_worker.Grades):
+    """A grader that compares what it got with what is to be graded: each completion, or its last turn, once."""
 
     def __init__(self):
         self.rows = {}
@@ -158,6 +157,13 @@ class Grades:
     def submit(self, row, tokens):
         assert row not in self.rows, "a completion is graded once"
         self.rows[row] = list(tokens)
+
+    def results(self, rollout):
+        for row, mask in enumerate(rollout.completion_mask):
+            if rollout.conversations is not None:
+                mask = rollout.turn_ids[row] == len(rollout.conversations[row].turns)
+            assert self.rows[row] == rollout.tokens[row][mask].tolist()
+        return super().results(rollout)
 
 
 class Numbers(overlap_worker.Numbers):
@@ -178,37 +184,34 @@ def session_of(overlap, staleness):
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
     sampler = sampler or PartialSampler(of_cfg(make_sampler, cfg))
-    return _PartialRollouts(session, sampler, start or InFlight([], 0))
+    return PartialRollouts(session, sampler, start or InFlight([], 0))
+
+
+@cache
+def generate_of(cfg):
+    return of_cfg(make_generate, cfg)
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return _OneStepOffPolicy(session, start or InFlight([], 0), apart)
+    return OneStepOffPolicy(session, generate_of(cfg), start or InFlight([], 0), apart)
 
 
 def without_clock(arrays: dict) -> dict:
     return {name: value for name, value in arrays.items() if name != "seconds"}
 
 
-def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
+def drawn(overlap, step, cfg, params=None, updated=None):
     """(rollout, numbers of its examples) of a step, in which the weights are those of seed `step`, or these, of which
     the update takes `updated`."""
-    policy = Policy(generate, None)
     params = random_params(cfg, seed=step) if params is None else params
-    found, task, examples = overlap.draw(step, policy, Numbers(), params)
+    examples, groups = overlap.draw(step, params)
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
-    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, _OneStepOffPolicy)
+    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, OneStepOffPolicy)
     assert overlap.beside_update() == {}
-    grader = task.grader(None) if isinstance(overlap, _OneStepOffPolicy) else Grades()
-    answers = {"on_finished": grader.submit, "partner": task.partner(examples)}
-    rollout = found.generate(None, examples, None, GENERATIONS, **answers)
-    for row, mask in enumerate(rollout.completion_mask):
-        if rollout.conversations is not None:
-            mask = rollout.turn_ids[row] == len(rollout.conversations[row].turns)
-        assert grader.rows[row] == rollout.tokens[row][mask].tolist()
-    return rollout, [example["n"] for example in examples]
+    return groups.rollout, [example["n"] for example in examples]
 
 
 def same(ours, theirs):
@@ -225,13 +228,12 @@ KINDS = {"carry": (carry_of, 2), "one_step": (one_step_of, 1)}
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_same(cfg, kind):
     make, staleness = KINDS[kind]
-    generate = of_cfg(make_generate, cfg)
     sampler = PartialSampler(of_cfg(make_sampler, cfg))
     overlap = make(cfg, staleness, sampler=sampler)
     found = []
     kept = {}
     for step in range(5):
-        found.append(drawn(overlap, step, cfg, generate))
+        found.append(drawn(overlap, step, cfg))
         kept[step + 1] = overlap.at(step + 1)
 
     # Each log-probability is what the weights of its version give the token.
@@ -257,7 +259,7 @@ def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_sa
     # From what a checkpoint holds the run goes on as if it had not stopped.
     resumed = make(cfg, staleness, in_flight_from(kept[2]), sampler)
     for step in range(2, 4):
-        rollout, examples = drawn(resumed, step, cfg, generate)
+        rollout, examples = drawn(resumed, step, cfg)
         assert examples == found[step][1]
         same(rollout, found[step][0])
         np.testing.assert_equal(without_clock(resumed.at(step + 1)), without_clock(kept[step + 1]))
@@ -284,24 +286,25 @@ class Talks(Numbers):
     """The same with an environment, which answers `delay` polls after a turn."""
 
     delay = 0
+    conversation = SimpleNamespace(credit="end", discount=1.0, on_limit="keep")
 
     def partner(self, examples):
         return Answers(delay=self.delay, max_turns=3, max_turn_tokens=5)
 
 
-def one_step_of_talks(start=None, delay=0):
+def one_step_of_talks(cfg, start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return _OneStepOffPolicy(session, start or InFlight([], 0))
+    return OneStepOffPolicy(session, generate_of(cfg), start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
     generate = of_cfg(make_generate, cfg)
-    overlap = one_step_of_talks()
+    overlap = one_step_of_talks(cfg)
     found = []
     kept = {}
     for step in range(4):
-        found.append(drawn(overlap, step, cfg, generate))
+        found.append(drawn(overlap, step, cfg))
         kept[step + 1] = overlap.at(step + 1)
 
     # Each is the rollout of the weights that it names by itself. The first update learns from its own.
@@ -318,10 +321,10 @@ def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(c
         assert max(len(one.turns) for one in rollout.conversations) > 1
 
     # A resumed run has the same, also where answers come later.
-    resumed = one_step_of_talks(in_flight_from(kept[2]), delay=2)
+    resumed = one_step_of_talks(cfg, in_flight_from(kept[2]), delay=2)
     np.testing.assert_equal(resumed.at(2), kept[2])
     for step in range(2, 4):
-        rollout, examples = drawn(resumed, step, cfg, generate)
+        rollout, examples = drawn(resumed, step, cfg)
         assert examples == found[step][1]
         same(rollout, found[step][0])
         assert list(rollout.conversations) == list(found[step][0].conversations)
@@ -333,18 +336,17 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
         def replies(self, wait, patience=0.0):
             raise SharedError("the environment is gone")
 
-    generate = of_cfg(make_generate, cfg)
-    overlap = one_step_of_talks()
-    drawn(overlap, 0, cfg, generate)
-    overlap._task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)
+    overlap = one_step_of_talks(cfg)
+    drawn(overlap, 0, cfg)
+    overlap._session.task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)
     params = random_params(cfg)
-    rollout = overlap.draw(1, Policy(generate, None), Talks(), params)[0].generate(None, [1, 2, 3], None, GENERATIONS)
-    assert rollout.completion_mask.any()
+    _, groups = overlap.draw(1, params)
+    assert groups.rollout.completion_mask.any()
     # The update is made, and the state after it can be saved: nothing is in flight.
     assert overlap.beside_update() == {}
     assert in_flight_from(overlap.at(2)).completions == []
     with pytest.raises(SharedError, match="the environment is gone"):
-        overlap.draw(2, Policy(generate, None), Talks(), params)
+        overlap.draw(2, params)
 
 
 def test_conversations_of_a_checkpoint_are_those_that_were_kept_and_damage_is_named():
@@ -393,7 +395,6 @@ def test_sampling_with_devices_of_its_own_draws_the_same(cfg, learning, own, ran
     mesh = make_mesh((own, AXES), jax.devices()[2:])
     generate = of_cfg(make_generate, cfg)
     apart = SeparateSampling(mesh, generate, shardings_on(mesh, model), has_frozen=bool(rank))
-    beside = of_cfg(make_generate, cfg)
     base = random_params(cfg, seed=9)
     found = []
     for overlap in (one_step_of(cfg, 1, apart=apart), one_step_of(cfg, 1)):
@@ -404,7 +405,7 @@ def test_sampling_with_devices_of_its_own_draws_the_same(cfg, learning, own, ran
                 params = acting_params(base, adapters, model.lora)
             else:
                 adapters = params = random_params(cfg, seed=step)
-            rows.append(drawn(overlap, step, cfg, beside, params, adapters))
+            rows.append(drawn(overlap, step, cfg, params, adapters))
         found.append(rows)
     for (ours, examples), (theirs, others) in zip(*found):
         assert examples == others

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collect
 from conftest import random_params, set_mesh
 from test_train import SHORT, lines, without_time
 
@@ -140,7 +141,7 @@ def collected(algorithm: PPO, rollout: Rollout, rewards, credit: str = "end", va
         {"reference": partial(give, reference)},
         values=lambda params, batch: give(values, batch),
     )
-    batch, metrics, _ = algorithm.collect(policy, task, {}, [{}] * count, jax.random.key(0))
+    batch, metrics, _ = collect(algorithm, policy, task, {}, [{}] * count, jax.random.key(0))
     return batch, metrics
 
 

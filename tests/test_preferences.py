@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collect
 from conftest import random_params
 from test_docs import EXAMPLE, ROOT, commands
 from test_train import TINY, lines
@@ -125,7 +126,7 @@ def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
     scorers = {name: lambda batch, found=found: found for name, found in likes.items()}
     algorithm = TwoTeachers(TeacherConfig("bundled"), TeacherConfig("bundled"), num_generations=2)
     policy = Policy(lambda *_, **__: rollout, None, scorers)
-    batch, _, _ = algorithm.collect(policy, task, None, [{}], None)
+    batch, _, _ = collect(algorithm, policy, task, None, [{}], None)
     np.testing.assert_array_equal(batch.advantages, [[0, 1, 0.5], [0, -2, 0]])
     # on policy: - (1 + 0.5 - 2) / 3
     loss, _ = algorithm.loss(TokenScores(jnp.asarray(old), None), batch)

@@ -66,7 +66,7 @@ def begun(run, folder):
         run=parts.resolved.run, parts=parts, run_dir=RunDir(folder), console=MagicMock(), stopping=stopping
     )
     learner = build_learner(session)
-    return parts, learner.state, learner.frozen, learner.policy
+    return parts, session.state, learner.frozen, learner.policy
 
 
 @pytest.mark.parametrize(

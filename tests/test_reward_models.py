@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collecting import collect
 from conftest import random_params, set_mesh
 from test_train import lines
 
@@ -92,7 +93,7 @@ def test_loss_and_gradient_are_those_of_float64(cfg, centering, margin, layout):
     examples = [{"gap": 0.5}, {"gap": 0.0}, {"gap": 2}]
     algorithm = RewardModelTraining(margin=margin, centering=centering)
     policy = make_policy(cfg, None, temperature=1.0, rows=layout)
-    batch, _, _ = algorithm.collect(policy, task, params, examples, None)
+    batch, _, _ = collect(algorithm, policy, task, params, examples, None)
     step = TrainStep(policy, algorithm, optax.sgd(1.0))
     shardings = jax.tree.map(lambda x: x.sharding, params)
     rows, _ = layout.lay_out(batch)
@@ -127,7 +128,7 @@ def test_a_margin_that_is_no_number_is_refused():
     task = SimpleNamespace(conversations=lambda examples, name: pad)
     policy = SimpleNamespace(rescore=lambda params, batch: np.zeros((2, 2)))
     with pytest.raises(ValueError, match="algorithm.margin=gap: a pair has 'much' there"):
-        algorithm.collect(policy, task, None, [{"gap": "much"}], None)
+        collect(algorithm, policy, task, None, [{"gap": "much"}], None)
     with pytest.raises(ValueError, match="centering=-1 must not be negative"):
         RewardModelTraining(centering=-1)
 

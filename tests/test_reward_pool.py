@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import faulty_rewards
 import numpy as np
 import pytest
+from collecting import collect
 from faulty_rewards import (
     FORKS,
     KINDS,
@@ -227,7 +228,7 @@ def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing()
     policy = Policy(lambda *_, **__: said(12), None)
     algorithm = GRPO(num_generations=4, weighting=per_sequence)
     with task_of(texts).with_workers(RewardsConfig("drop"), lambda text: None) as task:
-        batch, metrics, graded = algorithm.collect(policy, task, None, [{}] * 3, None)
+        batch, metrics, graded = collect(algorithm, policy, task, None, [{}] * 3, None)
     scale = 1 / (1 + 1e-4)
     np.testing.assert_allclose(batch.advantages[:, 0], [-scale, 0, scale, 0, *[0] * 8], rtol=1e-6)
     kept = np.array([1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1])

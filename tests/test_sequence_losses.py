@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collecting import collect
 from model_checks import groups, layout_of
 
 from tunix_lite.algorithms.algorithm import Needs, Policy
@@ -104,7 +105,7 @@ def test_the_leave_one_out_baseline_is_that_of_the_others_by_hand():
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
     task = SimpleNamespace(grader=lambda group, G: grader, prompts=lambda examples: None, partner=lambda examples: None)
     algorithm = example("leave_one_out").LeaveOneOut(num_generations=3)
-    batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
+    batch, metrics, _ = collect(algorithm, policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.advantages[:, 0], [-3, -1.5, 4.5, -1, 0, 1])
     np.testing.assert_allclose(batch.loss_weight, completion / 7 * ~np.isnan(rewards)[:, None])
     assert metrics["reward/groups_that_agree"] == 0

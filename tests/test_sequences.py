@@ -91,8 +91,8 @@ class SaysSo(LossOfItsOwn):
 
 @dataclass(frozen=True)
 class OtherBatches(GRPO):
-    def collect(self, *arguments):
-        return super().collect(*arguments)
+    def batch_of(self, *arguments):
+        return super().batch_of(*arguments)
 
 
 def test_a_loss_says_itself_how_it_adds_up():

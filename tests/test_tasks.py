@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from collecting import collect
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.types import Rollout
@@ -287,7 +288,7 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
         whole = Task(config, tokenizer, 16, 8)
         with whole.with_workers(RewardsConfig(workers=0), print, Processes(process, 2, share)) as task:
             examples = (task if is_running else whole).batch(3, 0, step)
-        batch, _, graded = SFT().collect(None, task, None, examples, None)
+        batch, _, graded = collect(SFT(), None, task, None, examples, None)
         return batch.tokens.tolist(), graded
 
     first, second = of_two_hosts(lambda *host: learn(*host, without))

@@ -16,6 +16,7 @@ import processes
 import pytest
 import recorded_runs
 import text_worker
+from collecting import collect
 from conftest import random_params, set_mesh
 from recorded_runs import metrics_of
 
@@ -309,7 +310,7 @@ def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, 
     with jax.enable_x64(True):
         set_mesh(1, 1)
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(cfg))
-        batch, _, _ = SFT().collect(None, task, None, examples, None)
+        batch, _, _ = collect(SFT(), None, task, None, examples, None)
         policy = make_policy(cfg, None, 1.0, jnp.float64)
         rows, _ = RowLayout("none", 2, width - 1, num_rows=count + 1).lay_out(batch)
 

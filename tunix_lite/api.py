@@ -8,6 +8,7 @@ from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.ppo import PPO
+from tunix_lite.algorithms.sampling import sample_groups
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.basics.errors import ConfigError, RunFailed
 from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores, TrainState
@@ -85,6 +86,7 @@ __all__ = [
     "make_optimizer",
     "make_policy",
     "put",
+    "sample_groups",
     "train",
     "train_agent",
 ]

@@ -36,20 +36,24 @@ def train(
         learner = build_learner(session)
         source = make_source(session, learner)
         watch = Watch(session, learner, source)
-        session.state = fit(learner, source, watch, session.run.training.max_steps)
+        max_steps = session.run.training.max_steps
+        session.state = fit(learner, session.state, source, watch, max_steps)
     return session.state
 
 
 def fit(
-    learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int
+    learner: Learner,
+    state: TrainState,
+    source: ExperienceSource,
+    watch: Watch,
+    max_steps: int,
 ) -> TrainState:
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
     `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and
     StepDone.step count from 1: the number of updates made. A signal during sampling or an
-    evaluation ends it by StopRun, which open_run takes. The first update donates `learner.state`.
-    Example: `fit(learner, source, watch, 60)` goes on until 60 updates have been made."""
-    state = learner.state
+    evaluation ends it by StopRun, which open_run takes. The first update donates `state`.
+    Example: `fit(learner, state, source, watch, 60)` goes on until 60 updates have been made."""
     watch.before(state)
     for step in range(int(state.step), max_steps):
         with watch.step(step):

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.sampling import sample_groups
 from tunix_lite.basics.types import Graded, Rollout, TrainState
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
@@ -156,7 +157,9 @@ class Run:
         acting = lora.acting_params(self.frozen, self.state.params, self.lora)
         key = jax.random.fold_in(jax.random.key(0), number)
         examples = [{} for _ in self.task.tokens]
-        batch, _, _ = self.algorithm.collect(self.policy, self.task, acting, examples, key)
+        arguments = (self.policy, self.task, acting, examples)
+        groups = sample_groups(*arguments, key, self.algorithm.num_generations)
+        batch, _ = self.algorithm.batch_of(*arguments, groups)
         rows, _ = self.rows.lay_out(batch)
         self.state, _ = self.update(self.state, self.frozen, rows)
         jax.block_until_ready(self.state)

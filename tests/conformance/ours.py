@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from collecting import as_rows, collect
 
 from conformance.fixtures import FIXTURES, Fixture
 from conformance.formulas import OTHER_LOGITS, value_and_gradient
@@ -49,7 +50,7 @@ def algorithm_of(settings: Mapping[str, Any], fixture: Fixture) -> Algorithm:
 
 
 def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> Batch:
-    """What `collect` makes of the fixture's completions; a prompt of one token is before each.
+    """What `batch_of` makes of the fixture's completions; a prompt of one token is before each.
 
     sampled: which of the fixture's log-probabilities the sampler gave, `old` or `sampler`.
     """
@@ -89,7 +90,6 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         scores=None,
         scorers={name: lambda batch: logprobs("ref") for name in ("reference", "teacher")},
         rescore=lambda params, batch: rescored,
-        compare=lambda batch, seen: batch,
     )
     # And what of a task.
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
@@ -103,7 +103,7 @@ def collected(algorithm: Algorithm, fixture: Fixture, sampled: str = "old") -> B
         segments=lambda examples: None,
     )
     examples = [{} for _ in fixture.rewards]
-    batch, _, _ = algorithm.collect(policy, task, None, examples, jax.random.key(0))
+    batch, _, _ = collect(algorithm, policy, task, None, examples, jax.random.key(0))
     return batch
 
 
@@ -175,7 +175,7 @@ def _unpacked(settings: str, sampled: str, names: tuple[str, ...]) -> dict[str, 
         batch = collected(algorithm_of(json.loads(settings), chosen), chosen, sampled)
         here = np.nan_to_num(_with_prompt(chosen.logprobs, 0)).astype(np.float32)
         ref = _with_prompt(chosen.array("ref_logprobs"), 0).astype(np.float32)
-        row = jax.tree.map(padded, RowBatch(**vars(batch)))
+        row = jax.tree.map(padded, as_rows(batch))
         rows.append((padded(here), padded(ref), row))
     stacked = jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *rows)
     # groups of another size are another algorithm, with the same loss

@@ -1,2 +1,2 @@
-"""Algorithms: `collect` makes a Batch, `loss` turns log-probabilities and that Batch into a
+"""Algorithms: `batch_of` makes a Batch, `loss` turns log-probabilities and that Batch into a
 number."""

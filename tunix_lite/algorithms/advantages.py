@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import takes
+from tunix_lite.algorithms.pieces import takes
 
 # rewards [P, G] -> advantages [P, G]
 Advantages = Callable[..., np.ndarray]

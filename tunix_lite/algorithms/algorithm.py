@@ -4,7 +4,6 @@ An algorithm is any object with the fields of `Algorithm`: usually a frozen data
 are its settings. YAML names it by its dotted path.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.types import (
     Batch,
     Graded,
@@ -23,8 +23,6 @@ from tunix_lite.basics.types import (
     TokenScores,
 )
 
-# what an algorithm collects: the batch, metrics, and the graded completions (None: there are none)
-Collected = tuple[Batch, Metrics, Graded | None]
 # a loss, a number, and its metrics
 LossAndMetrics = tuple[jax.Array, Metrics]
 
@@ -50,7 +48,8 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. Frozen
+    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. It may have
+    more sequences than an update: they are scored in parts as large as that. Frozen
     weights, such as those of the reference, are its own: it takes the batch alone. Others, such as
     today's, come before the batch. compiled: its program for rows, or for their shapes."""
 
@@ -82,12 +81,12 @@ class Policy:
     scores: Callable[[Params, RowBatch], TokenScores]
     # frozen scorers by name; "reference", if `needs.reference`: the policy at the start of training
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    # (params, batch) -> `scores` for use in `collect`; an algorithm that calls it says
+    # (params, batch) -> `scores` for use in `batch_of`; an algorithm that calls it says
     # Needs(rescore=True)
     rescore: Scorer | None = None
-    # (batch, the same completions as the frozen model reads them, or None) -> the batch with what
-    # the update needs, so that `scores` have divergence; None: no comparison
-    compare: Callable[..., Batch] | None = None
+    # batch -> the batch with what the update needs, so that `scores` have divergence; None: no
+    # comparison
+    compare: Callable[[Batch], Batch] | None = None
     # (params, batch) -> values of the critic, so that `scores` have values; None: `needs.critic`
     # names none
     values: Scorer | None = None
@@ -177,7 +176,7 @@ class Needs:
 
     # whether the run makes policy.scorers["reference"], the policy that training starts from
     reference: bool = False
-    # whether `collect` calls policy.rescore
+    # whether `batch_of` calls policy.rescore
     rescore: bool = False
     # fields of examples that are learned from; (): completions are sampled
     demonstrations: tuple[str, ...] = ()
@@ -187,17 +186,18 @@ class Needs:
     streams: tuple[str, ...] = ()
     # models.source.TeacherConfig by name: models that the run loads as policy.scorers
     frozen_models: Mapping[str, Any] = field(default_factory=dict)
-    # `collect` calls policy.compare with this model, and the scores of the loss have divergence
+    # the scores of the loss have divergence from this model
     comparison: TeacherComparison | None = None
-    # Network that trains beside the policy. `collect` gets both in params and calls policy.values,
+    # Network that trains beside the policy. `batch_of` gets both in params and calls policy.values,
     # and the scores of the loss have values. None: the policy trains alone
     critic: Critic | None = None
-    # updates that `collect` makes a batch for: so many mini-batches, one after the other
+    # updates that `batch_of` makes a batch for: so many mini-batches, one after the other
     mini_batches: int = 1
-    # whether `collect` asks nothing of policy and params, so that the next batch is made beside an
+    # whether `batch_of` asks nothing of policy and params, so that the next batch is made beside an
     # update
     reads_ahead: bool = False
-    # times as many examples as a rollout needs that `collect` gets
+    # times as many examples as a rollout needs that are drawn: those of a further round replace
+    # groups that agree
     rounds: int = 1
     # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
     # can (rollout.overlap)
@@ -243,19 +243,19 @@ class Algorithm(Protocol):
     # algorithms/sequences.py. None, or no such field: it may not be packed.
     loss_reduction: str | None
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> Collected:
-        """Returns the batch to learn from ([B, T], arrays of the host), metrics, to which the
-        caller may add, and the graded completions for the samples files (None: there are none).
+        groups: Groups | None,
+    ) -> tuple[Batch, Metrics]:
+        """Returns the batch to learn from ([B, T], arrays of the host) and metrics, to which the
+        caller may add.
 
-        examples: P rows of data; with `needs.rounds`, P of each round. key: of this step's
-        sampling."""
+        examples: P rows of data. groups: their completions, sampled with `params` by
+        algorithms/sampling.py; None for an algorithm of demonstrations."""
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
@@ -270,8 +270,3 @@ def refuse(problems: Mapping[str, bool]) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(problem)
-
-
-def takes(piece: Callable[..., Any], parameter: str) -> bool:
-    """Returns whether a function that the settings name has this parameter."""
-    return parameter in inspect.signature(piece).parameters

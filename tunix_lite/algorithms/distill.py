@@ -32,13 +32,12 @@ from tunix_lite.algorithms.algorithm import (
     TeacherComparison,
     refuse,
 )
-from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.errors import check_choices, check_numbers
 from tunix_lite.basics.types import (
     Batch,
-    Graded,
     Metrics,
     Params,
     Prompts,
@@ -114,16 +113,15 @@ class Distill:
             return None
         return TeacherComparison("teacher", self.divergence, self.mix)
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded]:
-        """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+        groups: Groups,
+    ) -> tuple[Batch, Metrics]:
+        """Completions -> what the teacher finds of them -> the batch to learn from."""
         # rewards may not count: a group of one has no others to compare with
         batch = groups.batch(
             self.advantages if self.reward_coef else np.zeros_like, self.weighting
@@ -136,10 +134,10 @@ class Distill:
             of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
             first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
             seen = after_prompts(batch, first, of_each)
-        # the update compares the distributions; here the teacher reads the completions
+        # the run stores what the teacher finds of them, and the update compares
         if self.comparison is not None:
             batch = batch.replace(advantages=np.float32(self.reward_coef) * batch.advantages)
-            return policy.compare(batch, seen), groups.metrics, groups.graded
+            return batch.replace(seen=seen), groups.metrics
 
         # The teacher's share, in float64; tokens that do not count have none.
         counts_BT = np.asarray(batch.loss_weight) != 0
@@ -153,7 +151,7 @@ class Distill:
             "train/teacher_kl": float(-gap_BT.sum() / max(counts_BT.sum(), 1)),
             "train/teacher_gap_max": float(np.abs(gap_BT).max()),
         }
-        return batch, groups.metrics | metrics, groups.graded
+        return batch, groups.metrics | metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
-from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
 
@@ -63,27 +63,24 @@ class DPO:
             held_out_loss="objective",
         )
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded | None]:
+        groups: Groups | None,
+    ) -> tuple[Batch, Metrics]:
         """Pairs -> their margins under today's weights and the reference -> the batch."""
-        if self.pairs == "data":
+        if groups is None:
             arrays, (chosen, rejected), metrics = pairs_of_data(task.demonstrations, examples)
             if task.long_prompts == "truncate":
                 metrics["prompts/truncated"] = task.truncated(examples)
-            graded = None
         else:
-            groups = sample_groups(policy, task, params, examples, key, self.num_generations)
             rollout = groups.rollout
             arrays = rollout.tokens, rollout.token_mask, np.asarray(rollout.completion_mask)
             chosen, rejected = _best_and_worst(groups)
             metrics = groups.metrics | {"reward/pairs": len(chosen) / len(examples)}
-            graded = groups.graded
 
         # Only the tokens of pairs count, each as often as its pair.
         tokens, token_mask, completion_mask = arrays
@@ -108,7 +105,7 @@ class DPO:
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
         logged = dict(zip(STREAMS, (losses, margins, margins > 0)))
         batch = with_shares(batch, (chosen, rejected), (-slopes, slopes), logged)
-        return batch, metrics, graded
+        return batch, metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""

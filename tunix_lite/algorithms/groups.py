@@ -1,7 +1,7 @@
-"""Groups: sample G completions per prompt, grade them, and make a batch of their advantages.
+"""Groups: G graded completions for each prompt, and the batch that is made of their advantages.
 
-An algorithm that only gives credit differently calls `sample_groups`, then `Groups.batch`. Rewards
-of a conversation go to its turns by `conversation.credit`:
+An algorithm that only gives credit differently calls `Groups.batch`. algorithms/sampling.py makes
+groups. Rewards of a conversation go to its turns by `conversation.credit`:
 
     end        every turn has the whole: r_1 + ... + r_n
     turn       a turn has what followed it: r_k
@@ -12,12 +12,10 @@ of the conversations of a group are compared, one value each, as the steps of a 
 process supervision (arXiv:2402.03300, section 4.1.3).
 """
 
-import itertools
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import jax
 import numpy as np
 
 from tunix_lite.algorithms.advantages import (
@@ -26,13 +24,9 @@ from tunix_lite.algorithms.advantages import (
     advantages_of_kept,
     groups_that_agree,
 )
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, takes
+from tunix_lite.algorithms.pieces import takes
 from tunix_lite.algorithms.weighting import Weighting, weights_of_learned
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params, Rollout
-
-# folded into the key of further rounds; sampling folds the number of a prompt into the key that it
-# gets
-ROUNDS = 0xD4A90
+from tunix_lite.basics.types import Batch, Graded, Metrics, Rollout
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,19 @@ class Groups:
     added: dict[str, np.ndarray] = field(default_factory=dict)
     # factor of a reward for each turn between it and the turn that gets it; None: credit=end
     turn_discount: float | None = None
+
+    @classmethod
+    def of(cls, rollout: Rollout, graded: Graded, task: Any, num_generations: int) -> "Groups":
+        """The groups of a rollout and of its grades. task: its `conversation` has the settings of
+        conversations."""
+        rewards_PG = graded.rewards.reshape(-1, num_generations)
+        agree = float(groups_that_agree(rewards_PG).mean())
+        metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
+        groups = cls(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
+        if rollout.conversations is None:
+            return groups
+        settings = task.conversation
+        return groups.of_conversations(settings.credit, settings.discount, settings.on_limit)
 
     def batch(
         self,
@@ -139,15 +146,13 @@ class Groups:
         """Gives weights to these completions alone; [P, 1] or [P, G]."""
         return replace(self, learned_PG=self.learned_PG & learned_PG)
 
-    def of_conversations(self, task: TaskInterface) -> "Groups":
-        """The groups as task.conversation has them: credit of turns, and no weight where there was
-        no room for the end."""
-        settings = task.conversation
+    def of_conversations(self, credit: str, discount: float, on_limit: str) -> "Groups":
+        """The groups by these settings of conversations: credit of turns, and no weight where there
+        was no room for the end."""
         groups = self
-        if settings.credit != "end":
-            discount = settings.discount if settings.credit == "discount" else 0.0
-            groups = replace(groups, turn_discount=discount)
-        if settings.on_limit == "mask":
+        if credit != "end":
+            groups = replace(groups, turn_discount=discount if credit == "discount" else 0.0)
+        if on_limit == "mask":
             limited_B = np.array([one.reached_limit for one in self.rollout.conversations])
             groups = groups.learning_from(~limited_B.reshape(self.rewards_PG.shape))
         return groups
@@ -166,44 +171,6 @@ class Groups:
     def agree(self) -> np.ndarray:
         """[P] bool: the rewards of the group are all equal, so that nothing is to be learned."""
         return groups_that_agree(self.rewards_PG)
-
-
-def sample_groups(
-    policy: Policy,
-    task: TaskInterface,
-    params: Params,
-    examples: list[dict],
-    key: jax.Array,
-    num_generations: int,
-) -> Groups:
-    """Samples `num_generations` completions for each example and grades them.
-
-    A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
-    raises, and ValueError where a reward fails and rewards.on_error=raise."""
-    repeated = [example for example in examples for _ in range(num_generations)]
-    # The grader is there before sampling starts: rewards run while other completions are sampled.
-    grader = task.grader(repeated, num_generations)
-    prompts = task.prompts(examples)
-    options = {"on_finished": grader.submit, "partner": task.partner(repeated)}
-    rollout = policy.generate(params, prompts, key, num_generations, **options)
-    graded = grader.results(rollout)
-    rewards_PG = graded.rewards.reshape(-1, num_generations)
-    agree = float(groups_that_agree(rewards_PG).mean())
-    metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
-    groups = Groups(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
-    # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    if rollout.conversations is None:
-        return groups
-    return groups.of_conversations(task)
-
-
-def scored_in_parts(
-    score: Callable[[Batch], np.ndarray], batch: Batch, num_mini_batches: int
-) -> np.ndarray:
-    """[B, T]: scores of a batch, one mini-batch after the other, each as large as an update is."""
-    rows = np.split(np.arange(len(batch.tokens)), num_mini_batches)
-    parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in rows]
-    return np.concatenate([score(part) for part in parts])
 
 
 def turn_advantages(
@@ -242,100 +209,3 @@ def turn_advantages(
         for row, of_turns in zip(rows, np.split(advantages, ends[:-1])):
             row_advantages[row] = of_turns
     return row_advantages
-
-
-def sample_mixed_groups(
-    policy: Policy,
-    task: TaskInterface,
-    params: Params,
-    examples: list[dict],
-    key: jax.Array,
-    num_generations: int,
-    max_rounds: int,
-) -> Groups:
-    """P groups whose rewards differ: one that agrees teaches nothing, and one of another prompt
-    replaces it (dynamic sampling, DAPO, arXiv:2503.14476). Metrics are of all that were sampled.
-
-    examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
-    groups, the first others fill the batch, and nothing is learned from them. A group is judged by
-    the rewards of the task, with nothing added."""
-    num_prompts = len(examples) // max_rounds
-    ends = []
-    rounds: list[Groups] = []
-    for r in range(max_rounds):
-        drawn = examples[r * num_prompts : (r + 1) * num_prompts]
-        # the first round draws what a run that replaces no group draws
-        round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
-        rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
-        ends.append(time.perf_counter())
-        if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:
-            break
-
-    # the first P that are mixed, then as many others as are missing, in the order of drawing
-    is_mixed = ~np.concatenate([groups.agree for groups in rounds])
-    chosen = np.sort(np.argsort(~is_mixed, kind="stable")[:num_prompts])
-    rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
-    rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
-    learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
-
-    # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
-    # and counts are summed.
-    metrics = {}
-    by_round = [groups.metrics for groups in rounds]
-    for name in by_round[0]:
-        values = [one[name] for one in by_round if name in one]
-        part, _, rest = name.partition("/")
-        # a metric that only some rounds have would be a mean of few
-        if len(values) < len(rounds):
-            continue
-        if part in ("time", "rewards", "prompts"):
-            metrics[name] = sum(values)
-        elif rest.startswith(("max", "min")):
-            metrics[name] = max(values) if rest.startswith("max") else min(values)
-        else:
-            metrics[name] = sum(values) / len(values)
-    rewards = rewards_PG[~np.isnan(rewards_PG)]
-    metrics |= {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "prompts/drawn": len(is_mixed),
-        "prompts/mixed": int(is_mixed.sum()),
-        "prompts/kept": int(is_mixed[chosen].sum()),
-        "time/extra_rounds": ends[-1] - ends[0],
-    }
-    return Groups(
-        rollout=_chosen_rows([groups.rollout for groups in rounds], rows),
-        graded=chosen_completions([groups.graded for groups in rounds], rows),
-        rewards_PG=rewards_PG[chosen],
-        learned_PG=learned_PG[chosen] & is_mixed[chosen][:, None],
-        metrics=metrics,
-        turn_discount=rounds[0].turn_discount,
-    )
-
-
-def _chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
-    """Selects rows number `rows` of all parts together, without their metrics."""
-    bare = [part.replace(metrics={}) for part in parts]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
-
-
-def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
-    """Selects completions number `rows` of all parts together. Metrics and weights are those of the
-    first part."""
-
-    def chosen(*values: np.ndarray | list) -> np.ndarray | list:
-        if isinstance(values[0], list):
-            together = list(itertools.chain(*values))
-            if not together:
-                return []
-            return [together[row] for row in rows]
-        return np.concatenate(values)[rows]
-
-    # these are of the batch, and not of a completion
-    of_all = {"metrics", "weights", "num_generations", "rollout"}
-    names = {field.name for field in fields(Graded)} - of_all
-    of_each = [{name: getattr(part, name) for name in names} for part in parts]
-    taken = jax.tree.map(chosen, *of_each, is_leaf=lambda x: isinstance(x, list))
-    if parts[0].rollout is not None:
-        taken["rollout"] = _chosen_rows([part.rollout for part in parts], rows)
-    return replace(parts[0], **taken)

@@ -9,7 +9,6 @@ per_token and per_sequence do. One is a maximum (types.Max).
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +16,15 @@ import numpy as np
 
 from tunix_lite.algorithms import kl
 from tunix_lite.algorithms.algorithm import (
-    Collected,
     LossAndMetrics,
     Needs,
     Policy,
     TaskInterface,
-    takes,
 )
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
-from tunix_lite.algorithms.groups import (
-    Groups,
-    sample_groups,
-    sample_mixed_groups,
-    scored_in_parts,
-)
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.objective import Objective
+from tunix_lite.algorithms.pieces import takes
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
 from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics
 from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
@@ -39,7 +32,7 @@ from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScore
 
 @dataclass(frozen=True)
 class GRPO(Objective):
-    """The two functions `collect` and `loss`; Objective has the settings.
+    """The two functions `batch_of` and `loss`; Objective has the settings.
     Example: GRPO(num_generations=16, clip_high=0.2, kl_coef=0.01): groups of 16, and a KL term to
     the reference."""
 
@@ -57,21 +50,15 @@ class GRPO(Objective):
             fresh=self.refusal_of_stale(),
         )
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> Collected:
-        """Prompts -> completions -> rewards -> advantages -> the batch to learn from; metrics; and
-        the graded completions."""
-        sample = sample_groups
-        if self.agreeing_groups == "replace":
-            sample = partial(sample_mixed_groups, max_rounds=self.max_rounds)
-        groups = sample(policy, task, params, examples, key, self.num_generations)
-
+        groups: Groups,
+    ) -> tuple[Batch, Metrics]:
+        """Graded completions -> advantages -> the batch to learn from, and metrics."""
         # Settings beside the default: what is not learned from, and what is added to the rewards.
         if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
             groups = self.selected(groups)
@@ -83,7 +70,7 @@ class GRPO(Objective):
             batch, metrics = self.scored(batch, groups, policy, params)
         if (limit := self.advantage_clip) is not None:
             batch = batch.replace(advantages=np.clip(batch.advantages, -limit, limit))
-        return batch, metrics, groups.graded
+        return batch, metrics
 
     def selected(self, groups: Groups) -> Groups:
         """Gives no weight where nothing is learned, and adds to the rewards that are compared."""
@@ -103,26 +90,17 @@ class GRPO(Objective):
         the reference. params: the current weights, adapters attached."""
         # A KL term in the reward is of every completion that is compared, learned from or not.
         mask_BT = np.asarray(groups.rollout.completion_mask)
-        learned_BT = batch.loss_weight
+        read = batch
         metrics = groups.metrics
         if self.is_kl_reward:
-            batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
+            read = batch.replace(loss_weight=mask_BT.astype(np.float32))
+        if self.kl_coef:
+            batch = batch.replace(ref_logprobs=policy.scorers["reference"](read))
         if self.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=groups.rollout.logprobs)
-        # kept: the correction compares the sampler with what replaces it
-        sampler_BT = batch.old_logprobs
         if self.old_logprobs == "rescored":
-            rescore = partial(policy.rescore, params)
-            batch = batch.replace(
-                old_logprobs=scored_in_parts(rescore, batch, self.mini_batches)
-            )
-        if self.kl_coef:
-            reference = policy.scorers["reference"]
-            ref_BT = scored_in_parts(reference, batch, self.mini_batches)
-            batch = batch.replace(ref_logprobs=ref_BT)
-        # scoring is over, and the update learns from those alone that count
-        batch = batch.replace(loss_weight=learned_BT)
-        if self.old_logprobs == "rescored":
+            sampler_BT = batch.old_logprobs
+            batch = batch.replace(old_logprobs=policy.rescore(params, read))
             # also without a correction: its metrics say how far sampler and trainer are apart
             batch, of_correction = corrected(self.correction, batch, sampler_BT)
             metrics = metrics | of_correction

@@ -5,13 +5,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
-from tunix_lite.algorithms.algorithm import refuse, takes
+from tunix_lite.algorithms.algorithm import refuse
+from tunix_lite.algorithms.pieces import function_of, settings_of, takes
 from tunix_lite.basics.errors import check_choices, check_numbers
 
 CHOICES = {
@@ -23,18 +23,6 @@ CHOICES = {
 ABOVE = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}
 # functions of the ratio alone, which is 1 under no_ratio
 OF_THE_RATIO = (surrogates.clip, surrogates.cispo, surrogates.sapo, surrogates.geometric_mean)
-
-
-def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function itself, without the settings that are bound to it."""
-    return piece.func if isinstance(piece, partial) else piece
-
-
-def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
-    """Returns every setting of a function that has a value, bound or by default."""
-    parameters = inspect.signature(function_of(piece)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return defaults | (piece.keywords if isinstance(piece, partial) else {})
 
 
 def _name_of(piece: object) -> str:

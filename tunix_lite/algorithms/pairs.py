@@ -1,6 +1,6 @@
 """The loss of pairs of sequences, chosen and rejected, as a plain sum over tokens.
 
-The two of a pair may lie in different micro-batches, so the update cannot compare them. `collect`
+The two of a pair may lie in different micro-batches, so the update cannot compare them. `batch_of`
 does: it scores the batch under today's weights, and the slope of the loss by each score is then a
 number, whose negative goes into the batch as the advantage. The update differentiates a plain sum
 over tokens, and its gradient is that of the loss, for the first update of a batch: there is only

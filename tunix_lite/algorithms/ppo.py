@@ -12,7 +12,6 @@ kl_coef (old_logprob - ref_logprob). rho_t and w_t are those of GRPO.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,16 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Critic, Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.gae import explained_variance, gae, whitened
-from tunix_lite.algorithms.groups import Groups, sample_groups, scored_in_parts
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.basics.errors import check_numbers
 from tunix_lite.basics.types import (
     Batch,
-    Graded,
     Metrics,
     Params,
     RowBatch,
     TokenScores,
-    policy_part,
 )
 
 # the streams of its batches: R, and V of the critic before the update
@@ -97,19 +94,16 @@ class PPO:
             "rollout.max_staleness=0",
         )
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded]:
-        """Prompts -> completions -> rewards and values -> advantages -> the batch to learn from.
-        params: of both networks."""
-        groups = sample_groups(
-            policy, task, policy_part(params), examples, key, self.num_generations
-        )
+        groups: Groups,
+    ) -> tuple[Batch, Metrics]:
+        """Graded completions -> values -> advantages -> the batch to learn from. params: of both
+        networks."""
         rollout = groups.rollout
         drawn_BT = np.asarray(rollout.completion_mask)
 
@@ -125,12 +119,11 @@ class PPO:
 
         # What the critic expects at every token that was drawn, and what the reference finds of it.
         read = batch.replace(loss_weight=drawn_BT.astype(np.float32))
-        score = partial(scored_in_parts, batch=read, num_mini_batches=self.mini_batches)
-        values_BT = np.float64(score(partial(policy.values, params)))
+        values_BT = np.float64(policy.values(params, read))
         rewards_BT = token_rewards(groups, steps_BT)
         metrics = dict(groups.metrics)
         if self.kl_coef:
-            gap_BT = np.float64(batch.old_logprobs) - score(policy.scorers["reference"])
+            gap_BT = np.float64(batch.old_logprobs) - policy.scorers["reference"](read)
             k1_BT = np.where(steps_BT, gap_BT, 0.0)
             rewards_BT -= self.kl_coef * k1_BT
             metrics["train/kl"] = float(k1_BT.sum() / max(steps_BT.sum(), 1))
@@ -153,7 +146,7 @@ class PPO:
             advantages_BT = whitened(advantages_BT, counts_BT)
         streams = dict(zip(STREAMS, np.float32([returns_BT, values_BT])))
         batch = batch.replace(advantages=advantages_BT.astype(np.float32), streams=streams)
-        return batch, metrics, groups.graded
+        return batch, metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""

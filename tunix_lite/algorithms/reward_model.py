@@ -10,13 +10,12 @@ travels with the batch (algorithms/pairs.py).
 
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, refuse
 from tunix_lite.algorithms.pairs import FIELDS, loss_of_shares, pairs_of_data, with_shares
 from tunix_lite.basics.plain_text import shortened
-from tunix_lite.basics.types import Batch, Graded, Metrics, Params
+from tunix_lite.basics.types import Batch, Metrics, Params
 
 STREAMS = ("pair_loss", "train/margin", "train/pair_accuracy", "train/reward")
 
@@ -58,14 +57,14 @@ class RewardModelTraining:
                 "finite number"
             )
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> tuple[Batch, Metrics, Graded | None]:
+        groups: None,
+    ) -> tuple[Batch, Metrics]:
         """Pairs -> their rewards under today's weights -> the batch."""
         margins = np.zeros(len(examples))
         for place, example in enumerate(examples if self.margin is not None else ()):
@@ -89,6 +88,6 @@ class RewardModelTraining:
         values = (losses, chosen - rejected, chosen > rejected, total / 2)
         logged = dict(zip(STREAMS, values))
         batch = with_shares(batch, rows, (pulls - slopes, pulls + slopes), logged)
-        return batch, metrics, None
+        return batch, metrics
 
     loss = staticmethod(loss_of_shares)

@@ -4,19 +4,17 @@ p(token_t)."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import (
-    Collected,
     LossAndMetrics,
     Needs,
     Policy,
     TaskInterface,
 )
 from tunix_lite.algorithms.weighting import per_token, weights_of_learned
-from tunix_lite.basics.types import Batch, Params, RowBatch, TokenScores
+from tunix_lite.basics.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,14 @@ class SFT:
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
 
-    def collect(
+    def batch_of(
         self,
         policy: Policy | None,
         task: TaskInterface,
         params: Params,
         examples: list[dict],
-        key: jax.Array,
-    ) -> Collected:
+        groups: None,
+    ) -> tuple[Batch, Metrics]:
         """Demonstrations -> the batch to learn from. It asks nothing of the policy."""
         tokens, token_mask, completion_mask = task.demonstrations(examples)
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
@@ -50,7 +48,7 @@ class SFT:
         prompts = np.arange(len(tokens))
         weights = weights_of_learned(self.weighting, completion_mask, prompts, 1)
         batch = Batch(tokens, token_mask, weights, segment_ids=task.segments(examples))
-        return batch, metrics, None
+        return batch, metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         metrics = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import takes
+from tunix_lite.algorithms.pieces import takes
 
 # completion mask [B, T] -> loss weights [B, T]
 Weighting = Callable[..., np.ndarray]

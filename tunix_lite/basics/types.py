@@ -11,8 +11,9 @@ A file whose arrays have other dims may give S, P, Q, M or N another meaning, an
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -82,14 +83,25 @@ class Max:
         """Both together: the larger value."""
         return self.replace(value=jnp.maximum(self.value, other.value))
 
-    def least(self) -> "Max":
-        """The start of a sum: nothing is smaller. `value` may be the shape alone."""
-        return self.replace(value=jnp.full(self.value.shape, -jnp.inf, self.value.dtype))
+    @staticmethod
+    def is_one(summand: object) -> bool:
+        return isinstance(summand, Max)
 
-    @property
-    def number(self) -> jax.Array:
-        """The metric itself."""
-        return -self.value if self.of_negative else self.value
+    @staticmethod
+    def start_of(like: "jax.Array | Max") -> "jax.Array | Max":
+        """The start of a sum of such values, whose shapes are enough; of a Max, nothing is
+        smaller."""
+        if isinstance(like, Max):
+            return jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), like)
+        # bfloat16 would lose small parts of a long sum
+        return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+
+    @staticmethod
+    def number_of(total: "jax.Array | Max") -> jax.Array:
+        """The metric itself: a sum, the largest value, or the smallest."""
+        if not isinstance(total, Max):
+            return total
+        return -total.value if total.of_negative else total.value
 
 
 def smallest(value: jax.Array) -> Max:
@@ -288,6 +300,27 @@ class Batch:
     routes: Any = None
     # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
+    # the same completions as the model of needs.comparison reads them, until it has; None: as they
+    # are
+    seen: "Batch | None" = None
+
+    def parts(self, size: int) -> Iterator["Batch"]:
+        """The batch, `size` sequences at a time; copies that do not count fill the last part."""
+        count = len(self.tokens)
+        if count == size:
+            yield self
+            return
+        for begin in range(0, count, size):
+            yield self._part(np.arange(begin, begin + size))
+
+    def _part(self, places: np.ndarray) -> "Batch":
+        """These sequences; beyond the end, copies of the first ones that do not count."""
+        count = len(self.tokens)
+        seen = None if self.seen is None else self.seen._part(places)
+        take = partial(np.take, indices=places % count, axis=0)
+        part = jax.tree.map(take, self.replace(seen=None))
+        weight = np.where((places < count)[:, None], part.loss_weight, np.float32(0))
+        return part.replace(loss_weight=weight, seen=seen)
 
 
 def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Compares the policy with a teacher at each token: `collect` stores the teacher's outputs, and the
+"""Compares the policy with a teacher at each token: the run stores the teacher's outputs, and the
 update computes the divergence from them.
 
 For each token the teacher's hidden state is stored. It travels with the batch as a stream
@@ -55,21 +55,17 @@ class Teacher:
         return rows.replace(streams=rows.streams | hidden, constants=constants)
 
 
-def with_hidden_states(
-    scorer: Scorer, table: jax.Array, batch: Batch, seen: Batch | None = None
-) -> Batch:
+def with_hidden_states(scorer: Scorer, table: jax.Array, batch: Batch) -> Batch:
     """Adds to a batch what a teacher finds of each token: Policy.compare of an algorithm.
 
     scorer: a batch -> hidden states of the teacher [B, T, K]. table: its output embedding, of the
-    tokens that the policy has. seen: the same completions as the teacher reads them, after other
-    prompts; None: as they are. Raises ValueError if another number of tokens counts in a sequence
-    of it.
+    tokens that the policy has. Raises ValueError if another number of tokens counts in a sequence
+    of batch.seen.
     Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence."""
-    read = batch if seen is None else seen
+    read = batch if batch.seen is None else batch.seen
     hidden_BTK = realigned(scorer(read), read, batch)
-    return batch.replace(
-        streams=batch.streams | {HIDDEN: hidden_BTK}, constants={TABLE: table}
-    )
+    streams = batch.streams | {HIDDEN: hidden_BTK}
+    return batch.replace(streams=streams, constants={TABLE: table}, seen=None)
 
 
 def hidden_states(before_RMD: jax.Array, *_: Any) -> jax.Array:

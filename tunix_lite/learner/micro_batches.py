@@ -25,7 +25,6 @@ Tree = Any
 Sums = tuple[Tree, Metrics]
 # rows of a micro-batch -> its gradients and metrics
 OfPart = Callable[[Tree], Sums]
-Summand = jax.Array | Max
 
 
 def cut(batch: RowBatch) -> RowBatch:
@@ -48,26 +47,28 @@ def accumulate(
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
-    """The sums of fn over the micro-batches of a batch, which have its rows alone: (grads,
-    metrics), exact, as both are plain sums. Of a `Max` among the metrics it is the largest.
+    """The sums of fn over the micro-batches of a batch: (grads, metrics), exact, as both are plain
+    sums. Of a `Max` among the metrics it is the largest.
 
-    fn(rows) -> (grads, metrics). grad_shardings: where each gradient lies; None: wherever the
-    compiler likes. Gradients cross the mesh once in `sync_every` micro-batches."""
+    fn(rows) -> (grads, metrics). grad_shardings: where each gradient lies; grads and grad_shardings
+    may be None. Gradients cross the mesh once in `sync_every` micro-batches."""
+
+    def of_rows(rows: RowBatch) -> Sums:
+        return fn(rows.with_constants(batch.constants))
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
         grads, metrics = sums
-        if grad_shardings is not None:
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
-        return grads, metrics
+        constrained = jax.lax.with_sharding_constraint
+        return jax.tree.map(constrained, grads, grad_shardings), metrics
 
     if batch.max_micro_batches == 1:
         sums = place(fn(batch))
     elif sync_every > 1:
-        sums = _sum_per_shard(fn, batch, grad_shardings, sync_every, place)
+        sums = _sum_per_shard(of_rows, batch, grad_shardings, sync_every, place)
     else:
-        sums = _sum_parts(fn, cut(batch), batch.num_used, place)
-    return jax.tree.map(lambda x: x.number if _is_max(x) else x, sums, is_leaf=_is_max)
+        sums = _sum_parts(of_rows, cut(batch), batch.num_used, place)
+    return jax.tree.map(Max.number_of, sums, is_leaf=Max.is_one)
 
 
 def _sum_parts(
@@ -78,19 +79,13 @@ def _sum_parts(
 ) -> Sums:
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
-    def start_of(x: Summand) -> Summand:
-        if _is_max(x):
-            return x.least()
-        # bfloat16 would lose small parts of a long sum
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
     def add(i: jax.Array, sums: Sums) -> Sums:
         of_part = place(fn(part_of(batch, i)))
-        return jax.tree.map(operator.add, sums, of_part, is_leaf=_is_max)
+        return jax.tree.map(operator.add, sums, of_part, is_leaf=Max.is_one)
 
     # shapes alone: nothing is computed twice
     like = jax.eval_shape(fn, part_of(batch, 0))
-    start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
+    start = place(jax.tree.map(Max.start_of, like, is_leaf=Max.is_one))
     # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_micro_batches, add, start)
 
@@ -98,10 +93,6 @@ def _sum_parts(
 def part_of(batch: Tree, i: int | jax.Array) -> Tree:
     """Part i of arrays [parts, ...]."""
     return jax.tree.map(lambda x: x[i], batch)
-
-
-def _is_max(leaf: object) -> bool:
-    return isinstance(leaf, Max)
 
 
 def _sum_per_shard(
@@ -138,17 +129,17 @@ def _sum_per_shard(
 
     def keep_on_shards(sums: Sums) -> Sums:
         grads, metrics = sums
-        if grad_shardings is not None:
-            grads = jax.tree.map(keep_on_shard, grads, grad_shardings)
-        return grads, metrics
+        return jax.tree.map(keep_on_shard, grads, grad_shardings), metrics
 
-    def reduce(x: Summand) -> Summand:
+    def reduce(x: jax.Array | Max) -> jax.Array | Max:
         # [shards, ...] -> that of all shards
-        return x.replace(value=jnp.max(x.value, axis=0)) if _is_max(x) else jnp.sum(x, axis=0)
+        if Max.is_one(x):
+            return x.replace(value=jnp.max(x.value, axis=0))
+        return jnp.sum(x, axis=0)
 
     def sum_of_parts(parts: Tree) -> Sums:
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)
-        return jax.tree.map(reduce, total, is_leaf=_is_max)
+        return jax.tree.map(reduce, total, is_leaf=Max.is_one)
 
     larger = jax.tree.map(divide, batch.per_row)
     return _sum_parts(sum_of_parts, larger, -(-batch.num_used // sync_every), place)

@@ -1,5 +1,5 @@
 """The policy: a decoder that samples completions and scores the tokens of a batch, in the update
-and where `collect` asks for log-probabilities: under frozen weights, or under today's."""
+and where `batch_of` asks for log-probabilities: under frozen weights, or under today's."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +43,8 @@ class _Rescore:
     # whether tokens take the experts that the sampler recorded, as they do in the update; then
     # log-probabilities differ by weights alone
     replays: bool = True
+    # sequences of a part that is scored at once; 0: all
+    num_sequences: int = 0
     # seconds of its calls are added up, under the name of a metric
     metric: str = "time/rescore"
     seconds: Counter = field(default_factory=Counter)
@@ -53,10 +55,19 @@ class _Rescore:
         arrays = (batch.tokens, batch.token_mask, batch.loss_weight)
         routes = batch.routes if self.replays else None
         read = Batch(*arrays, segment_ids=batch.segment_ids, routes=routes)
-        laid_out, layout = self.rows.lay_out(read)
-        scores = layout.back(self.compiled(params, laid_out)(params, laid_out))
+        count = len(batch.tokens)
+        parts = []
+        for part in read.parts(self.num_sequences or count):
+            laid_out, layout = self.rows.lay_out(part)
+            parts.append(layout.back(self.compiled(params, laid_out)(params, laid_out)))
         self.seconds[self.metric] += elapsed()
-        return scores
+        # of one part no copy: it may hold hidden states
+        scores = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return scores[:count]
+
+    def under(self, params: Params, metric: str) -> "_FrozenScorer":
+        """The scorer of weights that stay as they are; its seconds go to `metric`."""
+        return _FrozenScorer(params, replace(self, metric=metric))
 
 
 @dataclass(frozen=True)
@@ -132,15 +143,16 @@ def make_policy(
     dtype: DTypeLike = jnp.float32,
     reference: Params | None = None,
     rows: RowLayout = ROWS,
+    num_sequences: int = 0,
     seconds: Counter | None = None,
     **scoring: Any,
 ) -> Policy:
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term. rows: the layout where `collect` asks for scores. seconds: gets
-    those of scoring, by the name of their metric. scoring: settings of decoder.forward, such as
-    `remat`.
+    frozen params of the KL term. rows: the layout where `batch_of` asks for scores. num_sequences:
+    as many are scored at once; 0: all. seconds: gets those of scoring, by the name of their metric.
+    scoring: settings of decoder.forward, such as `remat`.
 
     Example: `make_policy(model.cfg, generate, temperature=1.0)`.
     """
@@ -157,11 +169,15 @@ def make_policy(
     scores = of_tokens if cfg.output == "logits" else numbers
     # compiled when it is called first, and again for other shapes or types
     program = compiled_once(scoring_program(scores, rows).lower)
-    rescore = _Rescore(rows, program, seconds=Counter() if seconds is None else seconds)
+    rescore = _Rescore(
+        rows,
+        program,
+        num_sequences=num_sequences,
+        seconds=Counter() if seconds is None else seconds,
+    )
     frozen = {}
     if reference is not None:
-        of_reference = replace(rescore, metric="time/reference")
-        frozen["reference"] = _FrozenScorer(reference, of_reference)
+        frozen["reference"] = rescore.under(reference, "time/reference")
     return Policy(generate, scores, frozen, rescore)
 
 

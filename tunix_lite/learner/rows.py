@@ -57,6 +57,8 @@ class RowLayout:
             sizes = self.rows_per_micro_batch, self.num_micro_batches, axis_size("fsdp")
             packed = packing.packed(batch, self.shape, *sizes)
         values = vars(jax.tree.map(packed.place, batch))
+        # it is not for the update
+        del values["seen"]
         rows = RowBatch(**values | packed.places, max_micro_batches=self.num_micro_batches)
         return jax.tree.map(on_mesh, rows), packed
 

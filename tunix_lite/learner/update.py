@@ -114,7 +114,7 @@ class TrainStep:
     ) -> Sums:
         """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
         as loss_weight is normalised. number: of the update, which dropout depends on.
-        grad_shardings: where each gradient lies; None: where XLA likes."""
+        grad_shardings: where each gradient lies."""
         if self.lora and self.lora.dropout:
             batch = self.with_dropout(batch, number)
         if self.router_loss is not None:
@@ -125,16 +125,13 @@ class TrainStep:
         types = [x.dtype for x in jax.tree.leaves(params)]
         is_one_sum = batch.max_micro_batches > 1 and self.sync_every == 1
         in_place = is_one_sum and jnp.bfloat16 not in types
-        total = {}
+        total = None
         if in_place:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            if grad_shardings is not None:
-                zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
+            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
             total = jax.tree.map(jax.new_ref, zeros)
 
         def gradient(rows: RowBatch) -> Sums:
-            rows = rows.with_constants(batch.constants)
-
             def loss(params: Params) -> LossAndMetrics:
                 with gradients_added(params, total):
                     return self.objective(params, frozen, rows)
@@ -143,10 +140,10 @@ class TrainStep:
             one = jnp.ones_like(value)
             if in_place:
                 pull.with_refs(total)(one)
-                return {}, metrics
+                return None, metrics
             return pull(one)[0], metrics
 
-        places = {} if in_place else grad_shardings
+        places = None if in_place else grad_shardings
         grads, metrics = accumulate(gradient, batch, places, self.sync_every)
         grads = jax.tree.map(jax.freeze, total) if in_place else grads
         # of a complex weight, jax gives the conjugate of the direction in which the loss rises
@@ -191,8 +188,7 @@ class TrainStep:
 
         def load_of(rows: RowBatch) -> Sums:
             acting = acting_params(frozen, params, self.lora, rows.dropout_keys)
-            scores = self.policy.scores(acting, rows.with_constants(batch.constants))
-            return {}, {LOAD: scores.experts.load}
+            return None, {LOAD: self.policy.scores(acting, rows).experts.load}
 
         # The busy experts of a batch are known only once all of it was routed: one more forward
         # pass, unless a micro-batch is all of it.
@@ -217,8 +213,7 @@ class TrainStep:
             batch = self.with_router_totals(params, frozen, batch)
 
         def of_part(rows: RowBatch) -> Sums:
-            rows = rows.with_constants(batch.constants)
-            return {}, self.objective(params, frozen, rows)[1]
+            return None, self.objective(params, frozen, rows)[1]
 
         _, metrics = accumulate(of_part, batch)
         return with_expert_metrics(metrics) if EXPERTS in metrics else metrics

@@ -1,7 +1,6 @@
 """Experience: the data that an update learns from, and its source."""
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +8,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Collected
-from tunix_lite.algorithms.groups import chosen_completions
+from tunix_lite.algorithms.sampling import chosen_completions, sampler_for
 from tunix_lite.basics.errors import RunFailed, error_context
 from tunix_lite.basics.types import (
     Batch,
@@ -27,6 +25,9 @@ from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.overlap import Drawn
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
+
+# the batch of a rollout, its metrics, and the graded completions (None: there are none)
+Collected = tuple[Batch, Metrics, Graded | None]
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -95,12 +96,12 @@ class FreshExperience:
         self._num_prompts = session.parts.batch.prompts * needs.mini_batches
         steps = range(0, needs.rounds * SEED_OF_NEXT_ROUND, SEED_OF_NEXT_ROUND)
         self._seeds = [(session.run.seed + more) % 2**32 for more in steps]
+        self._sample = sampler_for(self._algorithm)
         # where examples and completions come from, and what goes on beside an update
-        self._draw: Callable[[int, Params], Drawn] = self.draw_examples
+        self._draw: Callable[[int, Params], Drawn] = self.draw
         self._beside: Callable[[], Metrics] | None = None
         if learner.overlap is not None:
-            draw = learner.overlap.draw
-            self._draw = lambda step, params: draw(step, learner.policy, session.task, params)
+            self._draw = learner.overlap.draw
             self._beside = learner.overlap.beside_update
         elif needs.reads_ahead:
             self._beside = self.read_ahead
@@ -166,17 +167,23 @@ class FreshExperience:
 
     def _collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""
-        policy, task, examples = self._draw(step, params)
-        # by step, so that a run that resumes draws what it would have drawn
-        key = jax.random.fold_in(self._learner.seed_key, step)
-        return self._algorithm.collect(policy, task, params, examples, key)
+        policy = self._learner.policy
+        examples, groups = self._draw(step, params)
+        task = self._session.task
+        batch, metrics = self._algorithm.batch_of(policy, task, params, examples, groups)
+        if policy.compare is not None:
+            batch = policy.compare(batch)
+        return batch, metrics, None if groups is None else groups.graded
 
-    def draw_examples(self, step: int, params: Params) -> Drawn:
-        """The examples of all rounds of a rollout."""
+    def draw(self, step: int, params: Params | None) -> Drawn:
+        """The examples of all rounds of a rollout, and their completions."""
         task = self._session.task
         rollout = step // self._updates
-        batches = (task.batch(self._num_prompts, seed, rollout) for seed in self._seeds)
-        return self._learner.policy, task, list(itertools.chain.from_iterable(batches))
+        rounds = [task.batch(self._num_prompts, seed, rollout) for seed in self._seeds]
+        examples = [example for drawn in rounds for example in drawn]
+        # by step, so that a run that resumes draws what it would have drawn
+        key = jax.random.fold_in(self._learner.seed_key, step)
+        return examples, self._sample(self._learner.policy, task, params, examples, key)
 
     def mini_batch(self, update: int) -> tuple[Batch, Graded | None]:
         """The part of the rollout that this one of its updates learns from."""

@@ -2,15 +2,13 @@
 without its gradient. Weights are normalised over all rows at once, so their parts only add up."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
 
+from tunix_lite.algorithms.sampling import sampler_for
 from tunix_lite.basics.errors import RunFailed, error_context
-from tunix_lite.basics.types import Batch, Metrics, TrainState
+from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.runs.learner import Learner
 from tunix_lite.tasks.task import Task
@@ -25,32 +23,20 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     needs = run.algorithm.needs
     size = learner.resolved.batch.sequences
     params = learner.policy_params(state)
-    scorers = {name: _in_parts(score, size) for name, score in learner.policy.scorers.items()}
-    policy = replace(
-        learner.policy, scorers=scorers, rescore=_in_parts(learner.policy.rescore, size)
-    )
-
-    # Collect as for an update. What a teacher adds may be large, so it comes part by part below.
-    seen: list[Batch | None] = [None]
-    if policy.compare is not None:
-
-        def compare_later(batch: Batch, read: Batch | None = None) -> Batch:
-            seen[0] = read
-            return batch
-
-        policy = replace(policy, compare=compare_later)
+    policy = learner.policy
     with error_context("evaluation", RunFailed):
+        # Collect as for an update.
         examples = task.held_out(run.loss_examples, is_learned=True)
-        batch, collected, _ = run.algorithm.collect(
-            policy, task, params, examples, learner.seed_key
-        )
+        sample = sampler_for(run.algorithm)
+        groups = sample(policy, task, params, examples, learner.seed_key)
+        batch, collected = run.algorithm.batch_of(policy, task, params, examples, groups)
 
         # The sums of all parts, in float64.
         sums = {}
-        theirs = iter(()) if seen[0] is None else _batches_of(seen[0], size)
-        for part in _batches_of(batch, size):
+        for part in batch.parts(size):
+            # what a teacher adds may be large
             if policy.compare is not None:
-                part = learner.policy.compare(part, next(theirs, None))
+                part = policy.compare(part)
             rows, _ = learner.resolved.rows.lay_out(part)
             arguments = (state.params, learner.frozen, rows)
             with learner.stopping.uninterruptible(COMPILATION):
@@ -67,24 +53,3 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
         total = float(np.sum(batch.loss_weight, dtype=np.float64)) or 1.0
         metrics["eval/perplexity"] = math.exp(min(metrics["eval/loss"] / total, 700.0))
     return metrics
-
-
-def _batches_of(batch: Batch, size: int) -> Iterator[Batch]:
-    """The batch, `size` sequences at a time; copies that do not count fill the last part."""
-    count = len(batch.tokens)
-    for begin in range(0, count, size):
-        places = np.arange(begin, begin + size)
-        part = jax.tree.map(partial(np.take, indices=places % count, axis=0), batch)
-        weight = np.where((places < count)[:, None], part.loss_weight, np.float32(0))
-        yield part.replace(loss_weight=weight)
-
-
-def _in_parts(score: Callable[..., np.ndarray], size: int) -> Callable[..., np.ndarray]:
-    """A scorer of batches of `size` sequences as one of any number: its last argument is cut."""
-
-    def scored(*arguments: object) -> np.ndarray:
-        *params, batch = arguments
-        values = [score(*params, part) for part in _batches_of(batch, size)]
-        return np.concatenate(values)[: len(batch.tokens)]
-
-    return scored

@@ -20,12 +20,12 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import part_of_mesh, put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.rollout.generate import GenerateFunction, make_sampler
+from tunix_lite.rollout.generate import GenerateFunction, make_generate, make_sampler
 from tunix_lite.rollout.memory import choose_weights
 from tunix_lite.rollout.slot_choice import choose_slots
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
-from tunix_lite.runs.separate_sampling import arguments_of_sampler, generate_of_run
+from tunix_lite.runs.separate_sampling import arguments_of_sampler
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.settings.resolved_parts import optimizer_of, policy_of, train_step_of
@@ -41,8 +41,6 @@ class Learner:
     """A policy that can be updated. Example: `update = learner.compile_update(state, rows)`, then
     `state, metrics = update(state, learner.frozen, rows)`: the old state is donated."""
 
-    # the state at the start of the run; the first update donates it
-    state: TrainState
     # the base that adapters are attached to; None: all weights train
     frozen: Params | None
     policy: Policy
@@ -55,8 +53,6 @@ class Learner:
     generate: GenerateFunction
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
-    # updates in a row that were skipped until now, because a number was not finite
-    skipped: int
     # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
     # seconds of collecting in the current step, by the name of their metric
@@ -106,8 +102,9 @@ class Learner:
 
 
 def build_learner(session: Session) -> Learner:
-    """Loads or restores the state, and makes the policy and the update of a run. Raises
-    ConfigError, beginning with the setting, where files and settings do not go together."""
+    """Loads or restores the state, session.state, and makes the policy and the update of a run. It
+    also gives the session's parts what is known by then: slots, and reward models of the task.
+    Raises ConfigError, beginning with the setting, where files and settings do not go together."""
     run = session.run
     parts = session.parts
     model = parts.model
@@ -127,7 +124,8 @@ def build_learner(session: Session) -> Learner:
         )
     if (critic := resolved.needs.critic) is not None:
         params = with_critic(critic, resolved.cfg, params, stored)
-    state, skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
+    state, session.skipped = _state_at_start(parts, optimizer_of(resolved), params, console)
+    session.state = state
 
     # The models that only score, such as a teacher or a reward model.
     frozen_models = {}
@@ -163,7 +161,7 @@ def build_learner(session: Session) -> Learner:
 
     # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
     # time of scorers goes into `seconds`.
-    generate = generate_of_run(resolved, model.tokenizer)
+    generate = make_generate(*arguments_of_sampler(resolved, model.tokenizer))
     # between two chunks a rollout can be given up, and the state is whole
     watched = partial(generate, between_chunks=session.stopping.check_between_chunks)
     seconds = Counter()
@@ -176,10 +174,9 @@ def build_learner(session: Session) -> Learner:
         with error_context(run.scoring_models[called].where):
             scorer = policy.scorers[called]
             scorers[name] = RewardScorer.of(settings, *read_with, scorer, num_rows)
-    if scorers:
-        session.task = replace(session.task, scorers=scorers)
+    task = replace(parts.task, scorers=scorers) if scorers else parts.task
+    session.parts = replace(parts, resolved=resolved, task=task)
     return Learner(
-        state=state,
         frozen=frozen,
         policy=policy,
         train_step=train_step_of(resolved, policy),
@@ -187,8 +184,7 @@ def build_learner(session: Session) -> Learner:
         stopping=session.stopping,
         generate=generate,
         seed_key=jax.random.key(run.seed),
-        skipped=skipped,
-        overlap=overlap_of(session, resolved, int(state.step)),
+        overlap=overlap_of(session, policy.generate),
         seconds=seconds,
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Generate
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.errors import error_context
 from tunix_lite.basics.types import Metrics, Params, Prompts, Rollout, policy_part
 from tunix_lite.parallel.compiling import stopwatch
@@ -19,15 +20,13 @@ from tunix_lite.runs.in_flight import InFlight, RolloutInFlight, in_flight_from
 from tunix_lite.runs.separate_sampling import (
     SeparateSampling,
     arguments_of_sampler,
-    separate_sampling,
 )
 from tunix_lite.runs.session import Session
-from tunix_lite.settings.resolved_run import ResolvedRun
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.checkpoint import Checkpoints
 
-# a policy that hands out what was sampled, the task that grades it, its examples
-Drawn = tuple[Policy, TaskInterface, list[dict]]
+# the examples of an update, and their completions; None: it learns from demonstrations
+Drawn = tuple[list[dict], Groups | None]
 
 
 class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
@@ -55,13 +54,15 @@ class _BatchesInFlight(dict[int, tuple[list[dict], Prompts]]):
             del self[step]
 
 
-class _PartialRollouts:
+class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs. The update starts
     once its groups are complete, and the completions under way go on with the new weights. It gives
-    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
+    runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint.
+    Example: `PartialRollouts(session, sampler, InFlight([], 0)).draw(0, params)`."""
 
     def __init__(self, session: Session, sampler: PartialSampler, start: InFlight):
         run = session.run
+        self._session = session
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -80,14 +81,14 @@ class _PartialRollouts:
         return (self._before if step <= self._began else self._after).as_arrays()
 
     def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
-        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
+        """Compiles all that sampling for updates can need. generate: of the policy. about: of the
         run's conversations."""
         in_flight = (self._behind + 1) * self._batches.count * self._generations
         self._sampler.compile_ahead(params, self._batches.count, self._generations, in_flight)
 
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
-        those that are missing, and more for later updates."""
+    def draw(self, step: int, params: Params) -> Drawn:
+        """Returns the examples of update number `step` (from 0) and their completions. Those that
+        are missing are sampled with `params`, and more for later updates."""
         self._before = self._after
         self._began = step
         last = step + self._behind * self._updates
@@ -150,9 +151,13 @@ class _PartialRollouts:
             # nothing can be carried where all that is drawn is taken
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        # the algorithm samples as ever, and gets what is there already
-        drawn = _handed_out(policy, rollout.replace(metrics=metrics))
-        return drawn, task, examples
+        task = self._session.task
+        grader = task.grader(_repeated(examples, self._generations), self._generations)
+        for row, mask in enumerate(rollout.completion_mask):
+            grader.submit(row, rollout.tokens[row][mask].tolist())
+        rollout = rollout.replace(metrics=metrics)
+        graded = grader.results(rollout)
+        return examples, Groups.of(rollout, graded, task, self._generations)
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
@@ -194,52 +199,12 @@ def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
     }
 
 
-def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Policy:
-    """The policy, whose `generate` gives this rollout. is_graded: the grader got the completions
-    while they were sampled, and gets none a second time."""
-
-    def generate(
-        params: Params,
-        prompts: Prompts,
-        key: Any,
-        num_generations: int = 1,
-        on_finished: Callable[[int, Any], None] | None = None,
-        partner: Any = None,
-    ) -> Rollout:
-        # it was sampled before the algorithm asked, so it cannot be another one
-        if len(prompts) * num_generations != len(rollout.tokens):
-            raise ValueError(
-                "this algorithm samples something else than a group of each prompt; it needs "
-                "rollout.overlap=none"
-            )
-        if on_finished is not None and not is_graded:
-            for row, mask in enumerate(rollout.completion_mask):
-                on_finished(row, rollout.tokens[row][mask].tolist())
-        return rollout
-
-    return replace(policy, generate=generate)
+def _repeated(examples: list[dict], num_generations: int) -> list[dict]:
+    """The example of each completion."""
+    return [example for example in examples for _ in range(num_generations)]
 
 
-class _TaskInHand:
-    """A task whose grader is at work already, and whose environments have answered.
-    Example: `_TaskInHand(task, grader).grader(examples)` is `grader`."""
-
-    def __init__(self, task: Any, grader: Any):
-        self._task = task
-        self._grader = grader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def grader(self, examples: list[dict], num_generations: int = 1) -> Any:
-        """The grader of the completions that are handed out."""
-        return self._grader
-
-    def partner(self, examples: list[dict]) -> None:
-        """Returns None: the environments have answered already."""
-
-
-class _OneStepOffPolicy:
+class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
     programs, in one order: the first chunks of sampling, the update, the other chunks. Their
@@ -248,12 +213,15 @@ class _OneStepOffPolicy:
     def __init__(
         self,
         session: Session,
+        generate: Generate,
         start: InFlight | RolloutInFlight,
         apart: SeparateSampling | None = None,
     ):
-        """apart: samples where sampling has devices of its own; None: the policy does."""
+        """generate: of the policy. apart: samples where sampling has devices of its own; None: the
+        policy does."""
         run = session.run
-        self._task = session.task
+        self._session = session
+        self._generate = generate
         self._apart = apart
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -270,37 +238,37 @@ class _OneStepOffPolicy:
 
         # The rollout that waited in a checkpoint. Its grades are computed again.
         if isinstance(start, RolloutInFlight):
-            grader = self._task.grader(self._repeated(start.step), self._generations)
+            repeated = _repeated(self._batches[start.step][0], self._generations)
+            grader = self._session.task.grader(repeated, self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
             self._before = self._after = replace(start, grader=grader)
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See _PartialRollouts."""
+        """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
         return (held or InFlight([], step)).as_arrays()
 
     def compile_ahead(self, generate: GenerateFunction, params: Params, **about: Any) -> None:
-        """See _PartialRollouts."""
+        """See PartialRollouts."""
         samples = generate if self._apart is None else self._apart
         samples.compile_ahead(params, self._batches.count, self._generations, **about)
 
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See _PartialRollouts. Raises what went wrong beside the update before."""
+    def draw(self, step: int, params: Params) -> Drawn:
+        """See PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
         self._before = self._after
         self._began = step
-        held = self._before or self._start_rollout(step, step, policy, params)()
+        held = self._before or self._start_rollout(step, step, params)()
         following = step + self._updates
         # before the update, which donates the weights that it samples with
-        self._under_way = self._start_rollout(following, step, policy, params)
+        self._under_way = self._start_rollout(following, step, params)
         examples, _ = self._batches[step]
         self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
-        task = _TaskInHand(task, held.grader)
-        drawn = _handed_out(policy, rollout, is_graded=True)
-        return drawn, task, examples
+        graded = held.grader.results(rollout)
+        return examples, Groups.of(rollout, graded, self._session.task, self._generations)
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -318,21 +286,24 @@ class _OneStepOffPolicy:
         return self._after.rollout.metrics
 
     def _start_rollout(
-        self, step: int, version: int, policy: Policy, params: Params
+        self, step: int, version: int, params: Params
     ) -> Callable[[], RolloutInFlight]:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end. Returns what
         samples the rest."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
-        repeated = self._repeated(step)
-        grader = self._task.grader(repeated, self._generations)
-        options = {"on_finished": grader.submit, "partner": self._task.partner(repeated)}
+        repeated = _repeated(self._batches[step][0], self._generations)
+        grader = self._session.task.grader(repeated, self._generations)
+        options = {
+            "on_finished": grader.submit,
+            "partner": self._session.task.partner(repeated),
+        }
         arguments = (params, self._batches[step][1], key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, **options)
         else:
-            steps = policy.generate(*arguments, stepwise=True, **options)
+            steps = self._generate(*arguments, stepwise=True, **options)
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         until_update = elapsed()
@@ -347,20 +318,17 @@ class _OneStepOffPolicy:
 
         return sampled
 
-    def _repeated(self, step: int) -> list[dict]:
-        """The example of each completion."""
-        examples, _ = self._batches[step]
-        return [example for example in examples for _ in range(self._generations)]
-
 
 # what gives a run its completions where rollouts overlap with learning
-Overlap = _PartialRollouts | _OneStepOffPolicy
+Overlap = PartialRollouts | OneStepOffPolicy
 
 
-def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
-    """Restores the run's overlapping rollouts at this step; None without overlap. Raises
-    ConfigError if the checkpoint lacks them."""
-    run = resolved.run
+def overlap_of(session: Session, generate: Generate) -> Overlap | None:
+    """Restores the overlapping rollouts of a run whose state is loaded; None without overlap.
+    generate: of the policy.
+    Raises ConfigError if the checkpoint lacks them."""
+    run = session.run
+    step = int(session.state.step)
     overlap = run.rollout.overlap
     if overlap == "none" or (overlap == "one_step" and not run.rollout.is_stale):
         return None
@@ -379,6 +347,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
             if arrays is not None:
                 start = in_flight_from(arrays)
     if overlap == "one_step":
-        return _OneStepOffPolicy(session, start, separate_sampling(session, resolved))
-    sampler = make_sampler(*arguments_of_sampler(resolved, session.task.tokenizer))
-    return _PartialRollouts(session, PartialSampler(sampler), start)
+        return OneStepOffPolicy(session, generate, start, SeparateSampling.of(session))
+    arguments = arguments_of_sampler(session.parts.resolved, session.task.tokenizer)
+    sampler = make_sampler(*arguments)
+    return PartialRollouts(session, PartialSampler(sampler), start)

@@ -20,11 +20,6 @@ from tunix_lite.runs.session import Session
 from tunix_lite.settings.resolved_run import ResolvedRun
 
 
-def generate_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> GenerateFunction:
-    """Builds the sampler of a run."""
-    return make_generate(*arguments_of_sampler(resolved, tokenizer))
-
-
 def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
     """Returns the arguments of make_generate and make_sampler for a run."""
     return (
@@ -42,7 +37,7 @@ def arguments_of_sampler(resolved: ResolvedRun, tokenizer: Tokenizer) -> tuple:
 @dataclass
 class SeparateSampling:
     """Samples on a mesh of its own, whatever the current mesh is.
-    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grade)`."""
+    Example: `SeparateSampling.of(session).steps(params, prompts, key, 8, grade)`."""
 
     mesh: jax.sharding.Mesh
     generate: GenerateFunction
@@ -53,6 +48,26 @@ class SeparateSampling:
     between_chunks: Callable[[], None] | None = None
     # the arrays copied last, and their copies; empty where nothing is frozen
     _copied: tuple[list, list] = field(default=([], []), repr=False)
+
+    @classmethod
+    def of(cls, session: Session) -> "SeparateSampling | None":
+        """The sampling on devices of its own, as rollout.mesh_shape asks; None without it."""
+        parts = session.parts
+        mesh = parts.rollout_mesh
+        if mesh is None:
+            return None
+        model = parts.model
+        capacity = attached_machine().capacity
+        chosen = MemoryEstimate(parts.resolved).with_own_sampling_weights(capacity)
+        devices = ", ".join(str(device.id) for device in mesh.devices.flat)
+        session.console.say(
+            f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
+            f"{devices}"
+        )
+        generate = make_generate(*arguments_of_sampler(chosen, model.tokenizer))
+        places = shardings_on(mesh, model)
+        between_chunks = session.stopping.check_between_chunks
+        return cls(mesh, generate, places, model.lora is not None, between_chunks)
 
     def steps(
         self,
@@ -113,24 +128,3 @@ def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
         frozen, trained = source.weight_tables(model)
         base = None if frozen is None else weights.shardings(frozen)
         return acting_params(base, weights.shardings(trained), model.lora)
-
-
-def separate_sampling(session: Session, resolved: ResolvedRun) -> SeparateSampling | None:
-    """Builds the sampling on devices of its own, as rollout.mesh_shape asks; None without it."""
-    mesh = session.parts.rollout_mesh
-    if mesh is None:
-        return None
-    model = session.parts.model
-    chosen = MemoryEstimate(resolved).with_own_sampling_weights(attached_machine().capacity)
-    session.console.say(
-        f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
-        f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
-    )
-    generate = generate_of_run(chosen, model.tokenizer)
-    return SeparateSampling(
-        mesh,
-        generate,
-        shardings_on(mesh, model),
-        model.lora is not None,
-        session.stopping.check_between_chunks,
-    )

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,15 +55,17 @@ class Session:
     console: Console
     status: Status
     stopping: Stopping
-    # the parts' task; in an open run its reward workers are running
-    task: Task = field(init=False)
     # closes everything that the run has opened, in reverse order
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    # the last state; None until the loop has ended
+    # the state at the start, once it is loaded; in the end the last one
     state: TrainState | None = field(default=None, repr=False)
+    # updates in a row before the start that were skipped, because a number was not finite
+    skipped: int = 0
 
-    def __post_init__(self):
-        self.task = self.parts.task
+    @property
+    def task(self) -> Task:
+        """Returns the parts' task; in an open run its reward workers are running."""
+        return self.parts.task
 
     @property
     def begins_here(self) -> bool:
@@ -139,7 +141,8 @@ def open_run(run: RunConfig, folder: Path, job: Job | None) -> Iterator[Session]
                 run.rewards, console.say, processes, run.conversation
             )
             # closed with the run, or their processes would stay
-            session.task = session.closing.enter_context(workers)
+            task = session.closing.enter_context(workers)
+            session.parts = replace(parts, task=task)
             yield session
         job.stopped = status.stopped
 

@@ -101,11 +101,11 @@ class Watch:
         self.learner = learner
         self.source = source
         # the newest state, before the next update donates it
-        self.state = learner.state
+        self.state = session.state
         # the step that this invocation begins at
-        self.start = int(learner.state.step)
+        self.start = int(session.state.step)
         # updates in a row that were not made, because a number was not finite
-        self.skipped = learner.skipped
+        self.skipped = session.skipped
         # the checkpoints of this folder are of another run until one of ours is whole
         self.is_fingerprint_pending = session.parts.overwrites_other_run(run_dir)
         # the best until now: that of an earlier start counts

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import Algorithm, Needs, takes
+from tunix_lite.algorithms.algorithm import Algorithm, Needs
+from tunix_lite.algorithms.pieces import takes
 from tunix_lite.basics.addresses import check_on_disk
 from tunix_lite.basics.best import OF_LOSS, is_lower_better
 from tunix_lite.basics.errors import (

@@ -163,6 +163,7 @@ def policy_of(
         resolved.dtype,
         reference,
         resolved.rows,
+        resolved.batch.sequences,
         seconds,
         remat=training.remat,
         attend=attention.IMPLEMENTATIONS[resolved.attention],
@@ -173,14 +174,13 @@ def policy_of(
     )
     scorers = dict(policy.scorers)
     for name, params in (frozen_models or {}).items():
-        theirs = policy_of(resolved.as_scorer(name), reference=params, seconds=seconds)
-        scorer = theirs.scorers["reference"]
         # routes are those of the policy, and this is another model
-        rescore = replace(scorer.rescore, replays=False, metric=f"time/{name}")
+        theirs = policy_of(resolved.as_scorer(name), seconds=seconds)
+        rescore = replace(theirs.rescore, replays=False)
         if resolved.compares(name):
             describe = description_of(resolved, name)
             rescore = replace(rescore, compiled=compiled_once(describe.lower))
-        scorers[name] = replace(scorer, rescore=rescore)
+        scorers[name] = rescore.under(params, f"time/{name}")
     policy = replace(policy, scorers=scorers)
     if (critic := resolved.needs.critic) is not None:
         of_rows = partial(token_values, policy.scores, critic)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 
 
@@ -21,9 +20,8 @@ class EntropyBonus:
     needs = Needs()
     loss_reduction = "tokens"
 
-    def collect(self, policy, task, params, examples, key):
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
-        return groups.batch(standardise, per_token), groups.metrics, groups.graded
+    def batch_of(self, policy, task, params, examples, groups):
+        return groups.batch(standardise, per_token), groups.metrics
 
     def loss(self, scores, batch):
         ratio = jnp.exp(scores.logprobs - batch.old_logprobs)

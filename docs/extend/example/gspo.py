@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from tunix_lite.algorithms.advantages import standardise
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.sequences import sequence_mean
 from tunix_lite.algorithms.weighting import per_sequence
 
@@ -20,9 +19,8 @@ class GSPO:
     needs = Needs()
     loss_reduction = "sequences"
 
-    def collect(self, policy, task, params, examples, key):
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
-        return groups.batch(standardise, per_sequence), groups.metrics, groups.graded
+    def batch_of(self, policy, task, params, examples, groups):
+        return groups.batch(standardise, per_sequence), groups.metrics
 
     def loss(self, scores, batch):
         ratio = jnp.exp(sequence_mean(scores.logprobs - batch.old_logprobs, batch))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 
 
@@ -22,9 +21,8 @@ class LeaveOneOut:
     needs = Needs()
     loss_reduction = "tokens"
 
-    def collect(self, policy, task, params, examples, key):
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
-        return groups.batch(beyond_the_others, per_token), groups.metrics, groups.graded
+    def batch_of(self, policy, task, params, examples, groups):
+        return groups.batch(beyond_the_others, per_token), groups.metrics
 
     def loss(self, scores, batch):
         return -jnp.sum(batch.loss_weight * batch.advantages * scores.logprobs), {}

@@ -27,12 +27,10 @@ class BestOfGroup:
     # how the loss adds up: over tokens alone, so that they may be packed into rows
     loss_reduction = "tokens"
 
-    def collect(self, policy, task, params, examples, key):
-        """Examples -> (batch to learn from, metrics, graded completions for the samples files)."""
-        rollout = policy.generate(params, task.prompts(examples), key, self.num_generations)
-        group = [example for example in examples for _ in range(self.num_generations)]
-        graded = task.grade(group, rollout, self.num_generations)
-        rewards_PG = graded.rewards.reshape(-1, self.num_generations)
+    def batch_of(self, policy, task, params, examples, groups):
+        """Graded completions of the examples -> (batch to learn from, metrics)."""
+        rollout = groups.rollout
+        rewards_PG = groups.rewards_PG
         best_PG = (rewards_PG == rewards_PG.max(axis=1, keepdims=True)) & (
             rewards_PG > rewards_PG.min(axis=1)[:, None]
         )
@@ -42,7 +40,7 @@ class BestOfGroup:
             token_mask=rollout.token_mask,
             loss_weight=self.weighting(learned_BT),
         )
-        return batch, graded.metrics | {"reward/best_share": float(best_PG.mean())}, graded
+        return batch, groups.metrics | {"reward/best_share": float(best_PG.mean())}
 
     def loss(self, scores, batch):
         """A sum weighted by loss_weight, so that micro-batches and shards may add it up; and its

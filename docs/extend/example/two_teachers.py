@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.models.source import TeacherConfig
 
@@ -24,12 +23,11 @@ class TwoTeachers:
     def needs(self) -> Needs:
         return Needs(frozen_models={"first": self.first, "second": self.second})
 
-    def collect(self, policy, task, params, examples, key):
-        groups = sample_groups(policy, task, params, examples, key, self.num_generations)
+    def batch_of(self, policy, task, params, examples, groups):
         batch = groups.batch(lambda rewards: np.zeros(rewards.shape), per_token)
         best = np.maximum(policy.scorers["first"](batch), policy.scorers["second"](batch))
         gap = np.where(batch.loss_weight != 0, best - batch.old_logprobs, 0)
-        return batch.replace(advantages=gap), groups.metrics, groups.graded
+        return batch.replace(advantages=gap), groups.metrics
 
     def loss(self, scores, batch):
         gap = jnp.where(batch.loss_weight != 0, scores.logprobs - batch.old_logprobs, 0)
