@@ -504,15 +504,7 @@ def forward_by_layer(
 
     # Under jit of its own, Python runs this once for all layers of a kind. XLA inlines the calls.
     @partial(jax.jit, static_argnums=0)
-    def layer(
-        kind: str,
-        x_BTD: jax.Array,
-        w: dict[str, Any],
-        state: Any,
-        of_source: Any,
-        per_layer_BTP: jax.Array | None,
-        routes_BTk: jax.Array | None,
-    ) -> tuple[jax.Array, Any, Routed | None]:
+    def layer(kind, x_BTD, w, state, of_source, per_layer_BTP, routes_BTk):
         around = Surroundings(
             products,
             angles["local" if is_local(kind) else "global"],
@@ -537,8 +529,8 @@ def forward_by_layer(
         of_source = None if source is None else kept_by_layer[source]
         state = None if states is None else states[i if source is None else source]
         own = jax.tree.map(lambda x, i=i: x[i], (per_layer_LBTP, routes_LBTk))
-        x_BTD, kept, routed = layer(kind, x_BTD, w, state, of_source, *own)
-        kept_by_layer.append(kept)
+        x_BTD, kept_of_layer, routed = layer(kind, x_BTD, w, state, of_source, *own)
+        kept_by_layer.append(kept_of_layer)
         routed_by_layer.append(routed)
     routed = jax.tree.map(lambda *xs: jnp.stack(xs), *routed_by_layer)
     return norm(x_BTD, params["final_norm"], cfg), kept_by_layer, routed

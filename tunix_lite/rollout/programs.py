@@ -301,9 +301,7 @@ def prefill(
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
 
-    def attend_fn(
-        kind: str, held: None, of_source: Any, q_BTNH: jax.Array, *own: jax.Array, **sinks: Any
-    ):
+    def attend_fn(kind, held, of_source, q_BTNH, *own, **sinks):
         kv_BTKH = own or of_source
         attended_BTNH = attention.xla(
             spec.cfg, kind == "local", meta, q_BTNH, *kv_BTKH, **sinks
@@ -312,7 +310,7 @@ def prefill(
         return attended_BTNH, own or None
 
     @jax.jit
-    def stored(old: Any, new: Any) -> Any:
+    def stored(old, new):
         if isinstance(old, KV):
             new = kv_cache.to_cache_format(*new, spec.int8).as_ring(lengths_M, old.columns)
         return kv_cache.store_rows(old, new, first_row)
@@ -376,7 +374,7 @@ def admit(
 
     # under jit, as the layers in decoder.forward_by_layer are
     @jax.jit
-    def load(kv: Any, prompts: Any) -> Any:
+    def load(kv, prompts):
         return kv_cache.load_rows(kv, prompts, row_B, is_new_B)
 
     draws = jax.tree.map(lambda new: new[place_B], queue.draws)
@@ -580,8 +578,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
 
     def attend_fn(
         kind: str,
-        held: KV,
-        of_source: KV | None,
+        held,
+        of_source,
         q_BTNH: jax.Array,
         *kv_BTKH: jax.Array,
         **sinks: jax.Array,
@@ -703,8 +701,8 @@ def attend_to_cache_and_new(
 
     def attend_fn(
         kind: str,
-        held: KV,
-        of_source: KV | None,
+        held,
+        of_source,
         q_BTNH: jax.Array,
         *kv_BTKH: jax.Array,
         **sinks: jax.Array,
