@@ -243,18 +243,23 @@ def project(
     weight: Leaf,
     inputs: int = 1,
     sum_dtype: DTypeLike = jnp.float32,
+    name: str = "product",
 ) -> jax.Array:
     """Contracts the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype:
-    [*batch, *outputs]. sum_dtype: of the parts of shards, as rounding.product takes it."""
+    [*batch, *outputs]. sum_dtype: of the parts of shards, as rounding.product takes it. name: of
+    the result, for a remat policy; "product" is one of those that decoder.REMAT keeps."""
     if isinstance(weight, Lora):
         x_kept = x if weight.keys is None else dropout(x, weight.keys, weight.dropout)
         # Two thin products, as a @ b would be as large as the weight.
-        adapted = project(project(x_kept, weight.a, inputs, sum_dtype), weight.b)
+        thin = project(x_kept, weight.a, inputs, sum_dtype)
+        # The backward pass reads their sum, and neither of these two.
+        adapted = project(thin, weight.b, name="part of a product")
+        of_base = project(x, weight.base, inputs, sum_dtype, "part of a product")
         scaled = stored(wide(jnp.asarray(weight.scale, x.dtype)) * wide(adapted), x.dtype)
-        return added(project(x, weight.base, inputs, sum_dtype), scaled)
+        return checkpoint_name(added(of_base, scaled), name)
     if isinstance(weight, ComputeCopy):
         info = (weight.axes, inputs, weight.master.dtype)
-        out = project(x, weight.value, inputs, sum_dtype)
+        out = project(x, weight.value, inputs, sum_dtype, name)
         return _with_gradient_to_master(info, out, x, weight.master)
 
     batch = x.shape[: x.ndim - inputs]
@@ -275,8 +280,7 @@ def project(
         out = product(jnp.matmul, rows, matrix, sum_dtype)
     else:
         out = matmul(rows, matrix)
-    # The name is one of those that decoder.REMAT keeps.
-    return checkpoint_name(out, "product").reshape(*batch, *outputs)
+    return checkpoint_name(out, name).reshape(*batch, *outputs)
 
 
 def for_compute(
