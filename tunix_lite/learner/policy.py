@@ -62,7 +62,9 @@ class _Rescore:
             parts.append(layout.back(self.compiled(params, laid_out)(params, laid_out)))
         self.seconds[self.metric] += elapsed()
         # of one part no copy: it may hold hidden states
-        scores = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        scores = parts[0]
+        if len(parts) > 1:
+            scores = np.concatenate(parts)
         return scores[:count]
 
     def under(self, params: Params, metric: str) -> "_FrozenScorer":
