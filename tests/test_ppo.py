@@ -110,7 +110,7 @@ def test_advantages_are_whitened_over_all_tokens_and_variance_is_explained_by_ha
 
 
 def collected(algorithm: PPO, rollout: Rollout, rewards, credit: str = "end", values=None, reference=None):
-    """What `collect` makes of these completions, each of which answers a prompt of its own."""
+    """What `batch_of` makes of these completions, each of which answers a prompt of its own."""
     talks = () if rollout.conversations is None else rollout.conversations
     turns = [[one.reply.reward for one in talk.turns] for talk in talks]
     count = len(rollout.tokens)
@@ -423,7 +423,8 @@ def test_the_head_gets_the_gradient_of_the_value_loss(layer, weights, rollout, i
     rows, _ = RowLayout().lay_out(batch)
     both = networks(layer, weights, critic)
     step = train_step(layer, critic, algorithm)
-    grads, _ = jax.jit(lambda params: step.gradients(params, None, 0, rows, None))(both)
+    places = jax.tree.map(lambda x: x.sharding, both)
+    grads, _ = jax.jit(lambda params: step.gradients(params, None, 0, rows, places))(both)
 
     layers = both[CRITIC] if is_own else weights
     meta = attention.one_sequence_per_row(batch.token_mask)
@@ -449,7 +450,8 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(layer, weight
     shape = RowShape(2 * width) if packing == "sequences" else RowShape(int(new), 4, width - int(new))
     packed, _ = RowLayout(packing, 1, None, shape, rows_per_micro_batch=8).lay_out(batch)
     single, _ = RowLayout().lay_out(batch)
-    gradient = jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, None))
+    places = jax.tree.map(lambda x: x.sharding, both)
+    gradient = jax.jit(lambda params, rows: step.gradients(params, None, 0, rows, places))
     (a, of_single), (b, of_packed) = gradient(both, single), gradient(both, packed)
     for name in ("train/loss", "train/value_loss", "train/value_clipped"):
         np.testing.assert_allclose(of_packed[name], of_single[name], rtol=1e-5)

@@ -27,6 +27,7 @@ from tunix_lite.models import attention, decoder, experts
 from tunix_lite.models.architecture import Architecture, Experts
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.routes import no_routes, recorded, replayed
+from tunix_lite.models.weights import shardings
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -200,7 +201,8 @@ def test_the_order_of_the_batch_changes_no_bit_of_a_sequence(sampled, mixture, e
 def program(layout, cfg, mesh, **how):
     """Gradients and metrics of an update. mesh: that of now, which tracing reads."""
     step = TrainStep(make_policy(cfg, None, 1.0, rows=layout), GRPO(), optax.sgd(1.0), **how)
-    return jax.jit(lambda params, rows: step.gradients(params, None, jnp.int32(0), rows, None))
+    places = shardings(decoder.weights(cfg))
+    return jax.jit(lambda params, rows: step.gradients(params, None, jnp.int32(0), rows, places))
 
 
 def grads_of(layout, params, batch, cfg=CFG, **how):

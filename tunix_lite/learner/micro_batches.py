@@ -50,8 +50,8 @@ def accumulate(
     """The sums of fn over the micro-batches of a batch: (grads, metrics), exact, as both are plain
     sums. Of a `Max` among the metrics it is the largest.
 
-    fn(rows) -> (grads, metrics). grad_shardings: where each gradient lies; grads and grad_shardings
-    may be None. Gradients cross the mesh once in `sync_every` micro-batches."""
+    fn(rows) -> (grads, metrics). grad_shardings: where each gradient lies; None where fn gives None
+    for grads. Gradients cross the mesh once in `sync_every` micro-batches."""
 
     def of_rows(rows: RowBatch) -> Sums:
         return fn(rows.with_constants(batch.constants))
