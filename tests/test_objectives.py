@@ -218,7 +218,7 @@ def test_overlong_is_in_tokens_and_rises_over_the_last_share():
     np.testing.assert_allclose(found, [0, 0, 0, -0.25, -0.5, -1, -1], atol=1e-12)
 
 
-# ---- collect
+# ---- batch_of
 
 
 def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):

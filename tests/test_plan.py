@@ -172,7 +172,7 @@ def test_an_evaluation_makes_its_weights_of_those_that_were_loaded(cfg):
         assert made.evaluation_bytes == peak
 
 
-def test_a_head_thatadds_in_place_has_no_second_table_on_one_cpu(cfg):
+def test_a_head_that_adds_in_place_has_no_second_table_on_one_cpu(cfg):
     """Its float32 table of 32 tokens and the gradient of it are 2 x 4 x 32 x 16 bytes elsewhere."""
     tables = 2 * 4 * 32 * 16
     two_parts = "training.micro_batch_size=4"

@@ -1,4 +1,4 @@
-"""Our algorithms on the fixtures: `collect` with stand-ins for policy and task, then `loss`.
+"""Our algorithms on the fixtures: `batch_of` with stand-ins for policy and task, then `loss`.
 
 Imports jax and the algorithms. Arrays are float32, as in a run; what is compared is compared within
 TOLERANCE of the float64 reference.

@@ -54,7 +54,7 @@ _SHARD_BYTES = 5_000_000_000
 _OF_SOURCES = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 # Problems of each kind that a message lists.
 SHOWN = 2
-# At most, bytes of two tensors that are compared at once.
+# At most, bytes of two tensors that are compared at once. A piece of a table has a quarter.
 AT_ONCE = 2**26
 # Called with the bytes that were read or written so far, and those of all.
 OnBytes = Callable[[int, int], None]

@@ -238,7 +238,7 @@ class RunConfig:
     """Everything that a run depends on.
     Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it"."""
 
-    algorithm: Any  # an algorithms.algorithm.Algorithm: has needs, collect and loss
+    algorithm: Any  # an algorithms.algorithm.Algorithm: has needs, batch_of and loss
     task: TaskConfig
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
