@@ -95,6 +95,21 @@ class OtherBatches(GRPO):
         return super().batch_of(*arguments)
 
 
+@dataclass(frozen=True)
+class CollectsItself(GRPO):
+    """As algorithms were: nobody would call this, and the run would be GRPO's."""
+
+    def collect(self, policy, task, params, examples, key):
+        raise AssertionError
+
+
+def test_an_algorithm_that_samples_by_itself_gets_the_line_to_write_in_its_place():
+    with pytest.raises(ConfigError) as error:
+        composing.compose(["~algorithm", "+algorithm={_target_: test_sequences.CollectsItself}"])
+    assert "CollectsItself.collect" in str(error.value)
+    assert "def batch_of(self, policy, task, params, examples, groups)" in str(error.value)
+
+
 def test_a_loss_says_itself_how_it_adds_up():
     kinds = {GRPO: "sequences", SFT: "tokens", LossOfItsOwn: None, SaysSo: "sequences", OtherBatches: "sequences"}
     assert {kind: reduction_of(kind()) for kind in kinds} == kinds

@@ -392,6 +392,11 @@ def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -
             f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for completions that "
             "are sampled, write into the class: needs = Needs()"
         )
+    if hasattr(algorithm, "collect"):
+        raise ValueError(
+            f"algorithm: {name}.collect is not called, as the run samples; write in its place: def "
+            "batch_of(self, policy, task, params, examples, groups): ... return batch, metrics"
+        )
     choices = ", ".join(
         f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
     )
