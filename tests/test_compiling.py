@@ -168,6 +168,15 @@ def test_what_is_allocated_lies_in_huge_pages_and_is_given_back_when_asked(keeps
     assert are_huge == [str(can), str(can and keeps_addresses)]
 
 
+def test_addresses_are_not_reserved_again_where_they_cost_memory(monkeypatch):
+    reserved = []
+    monkeypatch.setattr(host_memory, "_reserve_addresses", lambda: reserved.append(1))
+    for can in (False, True):
+        monkeypatch.setattr(host_memory, "_can_reserve_addresses", lambda can=can: can)
+        assert host_memory.give_back_freed_memory(0, keeps_addresses=True)
+        assert len(reserved) == can
+
+
 def test_only_an_update_of_many_weights_runs_its_kernels_in_the_order_of_least_memory():
     assert for_updates(2**26 - 1) == {}
     assert for_updates(2**26)["cpu"] == {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}

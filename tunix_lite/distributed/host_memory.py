@@ -19,8 +19,6 @@ _HUGE_PAGE = 2 << 20
 _HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # Addresses that are reserved for the heap, at most. A step on a CPU that needs more is rare.
 _MOST_RESERVED = 64 << 30
-# Of a heap with less at its end, none are reserved.
-_LEAST_RESERVED = 1 << 30
 
 # Bytes that a process may have beside what it uses of the heap, between the phases of a step.
 _MOST_UNUSED = 512 << 20
@@ -94,14 +92,14 @@ def _reserve_addresses() -> None:
 
 class _Mallinfo2(ctypes.Structure):
     """glibc's report, mallinfo(3): the eighth is bytes in use of the heap, the fifth bytes in
-    mappings, the tenth those that are free at the end of the heap."""
+    mappings."""
 
     _fields_ = [(f"number_{i}", ctypes.c_size_t) for i in range(1, 11)]
 
 
 def give_back_freed_memory(most: int = _MOST_UNUSED, keeps_addresses: bool = False) -> bool:
     """Gives Linux the memory that was freed, if glibc keeps more than `most` bytes of it. Returns
-    whether it did. keeps_addresses: those that `keep_freed_memory` reserved stay reserved."""
+    whether it did. keeps_addresses: reserves them again, as `keep_freed_memory` does."""
     libc = ctypes.CDLL(None)
     mallinfo2 = getattr(libc, "mallinfo2", None)
     # Other C libraries, and glibc before 2.33, have no such report.
@@ -117,8 +115,7 @@ def give_back_freed_memory(most: int = _MOST_UNUSED, keeps_addresses: bool = Fal
     # This gives back the reserved addresses, too. Reserved again, they made the peak of the next
     # step 0.8 GB larger (docs/log.md, 27 November 2026).
     libc.malloc_trim(0)
-    # the tenth: bytes at the end of the heap, which are few where none are reserved
-    if keeps_addresses and report.number_10 > _LEAST_RESERVED:
+    if keeps_addresses and _can_reserve_addresses():
         _reserve_addresses()
     return True
 
