@@ -294,11 +294,10 @@ class MemoryEstimate:
         """Whether each block of the head adds its gradient to the sum of the table's, on one CPU
         (vocabulary.gradients_added); XLA then makes no other table there."""
         resolved = self.resolved
-        is_one_sum = resolved.run.training.sync_gradients_every == 1
         is_half = resolved.run.training.mixed_precision == "bf16_params"
         trains = resolved.lora is None and not is_half
         is_alone = resolved.platform == "cpu" and resolved.fsdp * resolved.tp == 1
-        return is_alone and trains and is_one_sum and resolved.rows.num_micro_batches > 1
+        return is_alone and trains and resolved.rows.num_micro_batches > 1
 
     def _kept_of_teacher(self) -> int:
         """The bytes kept of the teacher's distribution of each token of a shard, prompts included;
