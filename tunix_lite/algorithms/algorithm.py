@@ -254,8 +254,9 @@ class Algorithm(Protocol):
         """Returns the batch to learn from ([B, T], arrays of the host) and metrics, to which the
         caller may add.
 
-        examples: P rows of data. groups: their completions, sampled with `params` by
-        algorithms/sampling.py; None for an algorithm of demonstrations."""
+        examples: P rows of data; with `needs.rounds`, P of each round. groups: completions of P of
+        them, sampled with `params` by algorithms/sampling.py; None for an algorithm of
+        demonstrations."""
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> LossAndMetrics:
         """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
