@@ -230,6 +230,17 @@ def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, in_place(params, batch), beside(params, batch))
 
 
+def test_sequences_are_scored_in_parts_of_any_size(layer, rollout):
+    """The last part is filled up; parts of 16 sequences are all at once."""
+    cfg, params = layer
+    batch = batch_of(rollout)
+    whole = make_policy(cfg, None, 1.0).rescore(params, batch)
+    assert whole.shape == batch.tokens.shape
+    for size in (3, 7, 16):
+        scored = make_policy(cfg, None, 1.0, num_sequences=size).rescore(params, batch)
+        np.testing.assert_allclose(scored, whole, rtol=1e-5, atol=1e-6)
+
+
 def test_the_old_state_is_donated_and_the_step_counted(layer, rollout):
     cfg, params = layer
     optimizer = optax.adam(1e-3)

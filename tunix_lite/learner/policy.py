@@ -145,6 +145,7 @@ def make_policy(
     dtype: DTypeLike = jnp.float32,
     reference: Params | None = None,
     rows: RowLayout = ROWS,
+    *,
     num_sequences: int = 0,
     seconds: Counter | None = None,
     **scoring: Any,

@@ -72,9 +72,7 @@ def _by_expert(
     def matrix_of(expert: jax.Array) -> jax.Array:
         matrix = dense(jax.tree.map(lambda x: x[expert], weight), 1, rows_RA.dtype)
         # On a CPU the transposed matrix is made once, and not in each product.
-        if is_transposed:
-            matrix = unfused_on_cpu(matrix.T)
-        return matrix
+        return unfused_on_cpu(matrix.T) if is_transposed else matrix
 
     def of_block(matrix: jax.Array, j: jax.Array, out_RC: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(rows_RA, j * groups.block, groups.block)
