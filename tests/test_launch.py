@@ -45,6 +45,8 @@ class Launched:
         (folder / "child.py").write_text(CHILD.format(settings=settings) + body)
         environment = {k: v for k, v in os.environ.items() if k not in TORCH_SETS}
         main = f"from tunix_lite.distributed import launcher; launcher.GRACE = {grace}; launcher.main()"
+        # Under nohup it would be ignored.
+        main = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {main}"
         call = [sys.executable, "-c", main, *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
