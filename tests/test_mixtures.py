@@ -194,6 +194,10 @@ def test_mxfp4_is_read_as_what_it_stands_for_slice_by_slice(gpt_oss, quantised, 
             "layers.0.mlp.experts.down_proj is no MXFP4: its _blocks should be",
         ),
         (
+            lambda x: x.update({"model.layers.0.mlp.experts.down_proj_blocks": np.zeros((), np.uint8)}),
+            "layers.0.mlp.experts.down_proj is no MXFP4: its _blocks should be",
+        ),
+        (
             lambda x: x.update({"model.layers.0.mlp.experts.down_proj": np.zeros((4, 64, 64), np.float32)}),
             "layers.0.mlp.experts.down_proj is no MXFP4: .*no plain tensor beside them",
         ),

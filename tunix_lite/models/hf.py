@@ -122,8 +122,8 @@ class Tensors:
         names = [name + end for end in ("_blocks", "_scales", "")]
         parts = tuple(self._entries.pop(x) for x in names if x in self._entries)
         held = [(x.shape, x.dtype) for x in parts]
-        *dims, _ = held[0][0]
-        wanted = [((*dims, BLOCK // 2), "U8"), (tuple(dims), "U8")]
+        dims = held[0][0][:-1]
+        wanted = [((*dims, BLOCK // 2), "U8"), (dims, "U8")]
         if held != wanted or len(dims) != 3:
             raise ValueError(
                 f"{self.folder}: {escaped(name)} is no MXFP4: its _blocks should be [experts, "

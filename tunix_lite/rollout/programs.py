@@ -301,7 +301,14 @@ def prefill(
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
 
-    def attend_fn(kind, held, of_source, q_BTNH, *own, **sinks):
+    def attend_fn(
+        kind: str,
+        held: None,
+        of_source: tuple[jax.Array, jax.Array] | None,
+        q_BTNH: jax.Array,
+        *own: jax.Array,
+        **sinks: jax.Array,
+    ):
         kv_BTKH = own or of_source
         attended_BTNH = attention.xla(
             spec.cfg, kind == "local", meta, q_BTNH, *kv_BTKH, **sinks
@@ -578,8 +585,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
 
     def attend_fn(
         kind: str,
-        held,
-        of_source,
+        held: KV,
+        of_source: KV | None,
         q_BTNH: jax.Array,
         *kv_BTKH: jax.Array,
         **sinks: jax.Array,
@@ -701,8 +708,8 @@ def attend_to_cache_and_new(
 
     def attend_fn(
         kind: str,
-        held,
-        of_source,
+        held: KV,
+        of_source: KV | None,
         q_BTNH: jax.Array,
         *kv_BTKH: jax.Array,
         **sinks: jax.Array,
