@@ -270,22 +270,8 @@ def prepare(
             theirs = read_fingerprint(RunDir(earlier.parent).fingerprint)
             run = replace(run, task=with_commits_of(theirs, run.task))
     parts = find_parts(run) if checked is None else checked
-    samples = run.algorithm.needs.is_sampled
-    is_sampled = samples or run.evaluation.num_examples
-    if checked is None and jax.process_index() == 0 and is_sampled:
-        # The first process calls the user's rewards on made-up completions of an example.
-        if samples:
-            example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
-        else:
-            example = parts.task.held_out(1)[0]
-        group = getattr(run.algorithm, "num_generations", 1)
-        failing = failing_functions(run.task, example, group, run.rewards)
-        if failing and run.rewards.on_error == "raise":
-            raise ConfigError(
-                f"task: tried on made-up completions before the run: {failing}; "
-                "rewards.on_error=zero or drop continues without it"
-            )
-        parts = replace(parts, failing=failing)
+    if checked is None and jax.process_index() == 0:
+        parts = replace(parts, failing=_failing_rewards(run, parts))
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -308,29 +294,53 @@ def prepare(
         differs = check_resumed(parts, RunDir(resume_from.parent), downloads)
         parts = replace(parts, differs=differs)
     if resume_from == run_dir.checkpoints:
-        _, _, began, damage = read_status(run_dir.status)
-        notes = []
-        if damage:
-            notes.append(
-                f"{damage}: seconds are counted from now on, and accuracies are those of "
-                "metrics.jsonl"
-            )
-        try:
-            check_rows(run_dir.metrics, Checkpoints(resume_from).latest_step(), began)
-        except ValueError as error:
-            if not run.resume.force:
-                raise ConfigError(
-                    f"resume: {error}. Put the file back from a copy; or resume.force=true goes on "
-                    "with the steps that can be read, and keeps what cannot be in "
-                    "metrics.damaged-1.jsonl"
-                ) from error
-            notes.append(f"{error}: what can be read of it goes on")
-        parts = replace(parts, damaged="; ".join(notes))
+        parts = replace(parts, damaged=_damaged_files(run, run_dir))
     if not downloads:
         return parts
     with error_context("resume"):
         reference = find_reference(run, parts.model, run_dir, resume_from)
     return replace(parts, reference=reference)
+
+
+def _failing_rewards(run: RunConfig, parts: Parts) -> str:
+    """Calls the user's rewards on made-up completions of an example, and says which of them fail.
+    Raises ConfigError where the settings do not let the run go on without them."""
+    if run.algorithm.needs.is_sampled:
+        example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
+    elif run.evaluation.num_examples:
+        example = parts.task.held_out(1)[0]
+    else:
+        return ""
+    group = getattr(run.algorithm, "num_generations", 1)
+    failing = failing_functions(run.task, example, group, run.rewards)
+    if failing and run.rewards.on_error == "raise":
+        raise ConfigError(
+            f"task: tried on made-up completions before the run: {failing}; "
+            "rewards.on_error=zero or drop continues without it"
+        )
+    return failing
+
+
+def _damaged_files(run: RunConfig, run_dir: RunDir) -> str:
+    """Says what is damaged in the folder of a run that goes on there. Raises ConfigError where a
+    step is missing in metrics.jsonl, unless resume.force=true."""
+    _, _, began, damage = read_status(run_dir.status)
+    notes = []
+    if damage:
+        notes.append(
+            f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
+        )
+    try:
+        check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
+    except ValueError as error:
+        if not run.resume.force:
+            raise ConfigError(
+                f"resume: {error}. Put the file back from a copy; or resume.force=true goes on "
+                "with the steps that can be read, and keeps what cannot be in "
+                "metrics.damaged-1.jsonl"
+            ) from error
+        notes.append(f"{error}: what can be read of it goes on")
+    return "; ".join(notes)
 
 
 def find_parts(run: RunConfig) -> Parts:
