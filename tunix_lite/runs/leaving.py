@@ -11,23 +11,21 @@ import jax
 from tunix_lite.basics.errors import SamplerFault, is_of_a_peer
 from tunix_lite.basics.types import Metrics, TrainState
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.distributed.stopping import Stopping, StopRun
+from tunix_lite.distributed.stopping import StopRun
+from tunix_lite.runs.session import Session
 from tunix_lite.settings.config import RunConfig
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import is_number, read_rows
-from tunix_lite.tracking.rundir import RunDir, Status
+from tunix_lite.tracking.rundir import RunDir
 
 
 @dataclass
 class Unfinished:
     """A run that has not ended yet: how to keep its last whole step. Example: `with
-    unfinished.kept(stopping): ...` saves the state if a signal ends the block."""
+    unfinished.kept(): ...` saves the state if a signal ends the block."""
 
-    run: RunConfig
-    run_dir: RunDir
-    status: Status
-    say: Callable[[str], None]
+    session: Session
     state: Callable[[], TrainState]
     save: Callable[[], None]  # the state as it is now, in the background
     wait: Callable[[], None]  # until what was saved is on disk
@@ -41,16 +39,18 @@ class Unfinished:
             self.pending.pop()()
 
     @contextlib.contextmanager
-    def kept(self, stopping: Stopping) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """Inside, an end before the last step leaves a checkpoint of the last whole one, if nothing
         has changed since. StopRun is raised again with the state and the reason attached; any other
         error is raised as it is. Nothing is saved after an error of the devices or of the disk,
         where saving may hang or fail, nor after one that other processes may not know of."""
+        session = self.session
         try:
             yield
         except StopRun as stop:
             self.log_pending()
-            stop.state, self.status.stopped = self.state(), stopping.reason()
+            stop.state = self.state()
+            session.status.stopped = session.stopping.reason()
             self._save_new()
             raise
         except Exception as error:
@@ -58,9 +58,8 @@ class Unfinished:
             # rollout cannot be resumed.
             state = self.state()
             is_there = not any(x.is_deleted() for x in jax.tree.leaves(state))
-            may_save = (
-                is_there and int(state.step) % self.run.algorithm.updates_per_rollout == 0
-            )
+            updates = session.run.algorithm.updates_per_rollout
+            may_save = is_there and int(state.step) % updates == 0
             is_shared = any(isinstance(one, SharedError) for one in _behind(error))
             may_save &= jax.process_count() == 1 or is_shared
             # Where devices, memory, the disk or another process failed, saving may hang; and a
@@ -71,7 +70,7 @@ class Unfinished:
                 FloatingPointError,
                 SamplerFault,
             )
-            may_save &= trouble(error, self.run_dir.path) is None
+            may_save &= trouble(error, session.run_dir.path) is None
             may_save &= not any(
                 isinstance(one, kinds) or is_of_a_peer(one) for one in _behind(error)
             )
@@ -80,11 +79,10 @@ class Unfinished:
                     self.log_pending()
                     self._save_new()
                 except Exception as second:
-                    text = (
-                        f"the state of step {self.status.steps} could not be saved: {second}"
-                    )
+                    step = session.status.steps
+                    text = f"the state of step {step} could not be saved: {second}"
                     error.add_note(f"and {text}")
-                    self.say(text)
+                    session.console.say(text)
             raise
 
     def _save_new(self) -> None:

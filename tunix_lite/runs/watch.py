@@ -157,17 +157,10 @@ class Watch:
 
         # An end before the last step keeps the last whole one.
         self.unfinished = Unfinished(
-            run,
-            run_dir,
-            session.status,
-            session.console.say,
-            lambda: self.state,
-            self.save,
-            self.checkpoints.wait,
-            self.start,
+            session, lambda: self.state, self.save, self.checkpoints.wait, self.start
         )
         # entered last, so left first: what it saves needs all that was opened before
-        closing.enter_context(self.unfinished.kept(session.stopping))
+        closing.enter_context(self.unfinished.kept())
 
     def before(self, state: TrainState) -> None:
         """Compiles, writes plan.json, and evaluates where the start was not evaluated."""
