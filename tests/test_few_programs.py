@@ -47,7 +47,7 @@ def narrow(monkeypatch):
     """Widths of real models, for a model whose prompts have up to 64 tokens."""
     monkeypatch.setattr(engine, "MIN_PROMPT_WIDTH", 8)
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
-    monkeypatch.setattr(resolved, "LARGE_HEAD", 1)
+    monkeypatch.setattr(resolved, "NARROWS_FROM", 1)
 
 
 @pytest.fixture

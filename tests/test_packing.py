@@ -59,7 +59,8 @@ def test_short_prompts_stand_in_a_narrower_prefix():
     short = batch_of(([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([3, 4, 5, 6], [1], [1]), left=4, right=1)
     layout = packed(Batch(*short), shape, 1, 1, 1)
     np.testing.assert_array_equal(layout.place(short[0]), [[5, 6, 3, 4, 5, 6, 7, 8, 9, 1, 0, 0]])
-    np.testing.assert_array_equal(layout.scored, [[6, 7, 8, 9, 0]])  # 5: a row that scores few of its 6
+    np.testing.assert_array_equal(layout.scored, [[6, 7, 8, 9, 0, 0]])
+    np.testing.assert_array_equal(layout.most_scored, [4])
     assert layout.row_shape == RowShape(3, 2, 6, narrows=True)
     # a prompt of 7 needs all columns; so do two of 4, which would take a second row
     for prompts in ([[5] * 7], [[5] * 4, [6] * 4]):

@@ -200,17 +200,20 @@ def test_an_update_of_many_weights_has_one_array_as_large_as_they_are(monkeypatc
     assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * (8 * 50_000 * 4)
 
 
-def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(monkeypatch):
+@pytest.mark.parametrize("most", [None, 7])
+def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(most, monkeypatch):
     """By its compiler: no array beside the sum is as large as the table, here 8,192 x 64 in 16 blocks. The numbers are
     those of a gradient of the whole table that is added to the sum, to the bit."""
     set_mesh(1, 1)
     rng = np.random.default_rng(0)
     params = {"table": jnp.asarray(rng.normal(size=(8192, 64)), jnp.float32)}
     monkeypatch.setattr("tunix_lite.models.vocabulary.SCORES_AT_ONCE", 8192 * 12 // 16)
+    monkeypatch.setattr("tunix_lite.models.vocabulary._LEAST_COLUMNS", 4)
     hidden = jnp.asarray(rng.normal(size=(1, 12, 64)), jnp.float32)
 
     def scores(params, batch):
-        return token_scores(hidden * batch.loss_weight[..., None], params["table"], batch.tokens, None, 1.0)
+        scaled = hidden * batch.loss_weight[..., None]
+        return token_scores(scaled, params["table"], batch.tokens, None, 1.0, None if most is None else jnp.int32(most))
 
     tokens = rng.integers(0, 8192, (3, 12)).astype(np.int32)
     weights = rng.random((3, 12)).astype(np.float32)
@@ -228,6 +231,33 @@ def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(monkeypatch):
     temporaries = [x.memory_analysis().temp_size_in_bytes / (8192 * 64 * 4) for x in (in_place, beside)]
     assert temporaries[0] < 0.2 and temporaries[1] > 1
     jax.tree.map(np.testing.assert_array_equal, in_place(params, batch), beside(params, batch))
+
+
+@pytest.mark.parametrize("most, size", [(0, 64), (64, 64), (65, 128), (193, 200)])
+def test_a_head_computes_the_columns_that_are_read_and_few_others(most, size):
+    """Scores and gradients against float64; what stands behind the least size with room would make them NaN."""
+    rng = np.random.default_rng(0)
+    hidden, table = rng.normal(size=(2, 200, 8)), rng.normal(size=(32, 8))
+    targets, weights = rng.integers(0, 32, (2, 200)), rng.normal(size=(2, 2, 200)) * (np.arange(200) < most)
+
+    def loss(hidden, table, most):
+        hidden = hidden.at[:, size:].set(np.nan)
+        logprobs, entropy, *_ = token_scores(hidden, table, targets, None, 1.0, most)
+        return jnp.sum(weights[0] * logprobs + weights[1] * entropy)
+
+    arrays = jnp.asarray(hidden, jnp.float32), jnp.asarray(table, jnp.float32)
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays, jnp.int32(most))
+    logits = hidden @ table.T
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    p = np.exp(logprobs)
+    entropy = -(p * logprobs).sum(-1)
+    expected = weights[0] * np.take_along_axis(logprobs, targets[..., None], 2)[..., 0] + weights[1] * entropy
+    np.testing.assert_allclose(value, expected.sum(), rtol=1e-4, atol=1e-4)
+    slope = weights[0][..., None] * (np.eye(32)[targets] - p) - weights[1][..., None] * p * (
+        logprobs + entropy[..., None]
+    )
+    np.testing.assert_allclose(gradients[0], slope @ table, atol=1e-4)
+    np.testing.assert_allclose(gradients[1], np.einsum("bmv,bmd->vd", slope, hidden), rtol=1e-4, atol=1e-3)
 
 
 def test_sequences_are_scored_in_parts_of_any_size(layer, rollout):

@@ -38,7 +38,7 @@ from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.batch_size import plan_batch, plan_rows
 from tunix_lite.settings.config import TrainingConfig
-from tunix_lite.settings.resolved_run import has_large_head
+from tunix_lite.settings.resolved_run import narrows
 
 IMPORTED = time.perf_counter()
 
@@ -138,7 +138,7 @@ class Run:
             generation=GenerationConfig(work["prompt_length"], work["new_tokens"]),
             algorithm=self.algorithm,
         )
-        return plan_rows(run, plan_batch(run, fsdp=1), has_large_head(self.cfg))
+        return plan_rows(run, plan_batch(run, fsdp=1), narrows(self.cfg))
 
     def _policy(self, work: dict, reference: Any) -> Any:
         """The policy, its sampling and its reference timed."""

@@ -366,6 +366,8 @@ class RowBatch:
     # [R, M] int32, the columns whose hidden states predict them; None: those before
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
+    # [parts] int32, scored tokens of the row of a micro-batch that has most; None: M
+    most_scored: jax.Array | None = None
     # [] int32, micro-batches that hold anything; None: all do
     num_micro_batches: jax.Array | None = None
     # [R] keys of the adapters' dropout; None: nothing is dropped
@@ -389,7 +391,7 @@ class RowBatch:
     @property
     def per_row(self) -> "RowBatch":
         """Returns the fields that have rows, which are cut into micro-batches."""
-        return self.replace(num_micro_batches=None, constants=None)
+        return self.replace(num_micro_batches=None, constants=None, most_scored=None)
 
     def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
         return self.replace(constants=constants)

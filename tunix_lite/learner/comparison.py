@@ -88,9 +88,11 @@ def with_divergence(
             targets_RM: jax.Array,
             softcap: float | None,
             temperature: float,
+            most: jax.Array | None,
         ) -> TokenScores:
             # the scores of the sampled tokens, as without a comparison
-            sampled = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
+            how = (softcap, temperature, most)
+            sampled = token_scores(before_RMD, table_VD, targets_RM, *how)
             spec = head_spec(len(table_VD), softcap, temperature)
             divergence = head_divergence(
                 kind,

@@ -38,7 +38,7 @@ def cut(batch: RowBatch) -> RowBatch:
         x = x.reshape(*sizes, -1, *inner).swapaxes(0, 1).reshape(sizes[1], -1, *inner)
         return constrain(x, "layers", "batch", *["seq"] * len(inner))
 
-    return jax.tree.map(divide, batch.per_row)
+    return jax.tree.map(divide, batch.per_row).replace(most_scored=batch.most_scored)
 
 
 def accumulate(
@@ -119,8 +119,10 @@ def _sum_per_shard(
         with use_rules("train", batch=None):
             return fn(part)
 
-    # vmap over shards keeps their gradients apart, so that nothing is summed over the mesh here
-    of_shards = jax.vmap(of_one_shard, spmd_axis_name="fsdp")
+    # vmap over shards keeps their gradients apart, so that nothing is summed over the mesh here.
+    # They have one number of scored tokens, or XLA would compute the head for each size.
+    shards = jax.tree.map(lambda x: 0, batch.per_row)
+    of_shards = jax.vmap(of_one_shard, (shards,), spmd_axis_name="fsdp")
 
     def keep_on_shard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         # a gradient of each shard: its first dim over fsdp, the others as tp divides them
@@ -142,4 +144,6 @@ def _sum_per_shard(
         return jax.tree.map(reduce, total, is_leaf=Max.is_one)
 
     larger = jax.tree.map(divide, batch.per_row)
+    if batch.most_scored is not None:
+        larger = larger.replace(most_scored=batch.most_scored.reshape(-1, sync_every))
     return _sum_parts(sum_of_parts, larger, -(-batch.num_used // sync_every), place)

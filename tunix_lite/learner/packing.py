@@ -36,6 +36,7 @@ PLACES = (
     "scored",
     "previous",
     "is_scored",
+    "most_scored",
     "num_micro_batches",
 )
 
@@ -49,7 +50,7 @@ class RowShape:
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
-    # True: a batch with short prompts, or whose rows score few tokens, takes programs of its own
+    # True: a batch with short prompts takes programs of its own
     narrows: bool = False
 
     @property
@@ -73,14 +74,9 @@ class RowShape:
         return [self, narrow] if has_two else [self]
 
     @property
-    def scored_sizes(self) -> list[int]:
-        """Possible values of M, the most first: a run compiles a program for each."""
-        most = self.num_lanes * self.lane_columns
-        return [most, -(-3 * most // 4)] if self.narrows and most > 1 else [most]
-
-    def num_scored(self, needed: int) -> int:
-        """M where a row counts `needed` tokens: the least size with room for them."""
-        return min(size for size in self.scored_sizes if size >= needed)
+    def num_scored(self) -> int:
+        """Returns M, the most tokens that a row may score."""
+        return self.num_lanes * self.lane_columns
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,8 @@ class Packed:
     # [R, M] int32, the column whose hidden state predicts that token; None: the one before it
     previous: np.ndarray | None
     is_scored: np.ndarray  # [R, M] bool
+    # [parts] int32, scored tokens of the row of a micro-batch that has most; None: M
+    most_scored: np.ndarray | None
     shape: tuple[int, int]  # (B, T)
     # micro-batches that hold anything; None where the rows are the sequences: all do
     num_micro_batches: np.int32 | None
@@ -169,6 +167,7 @@ def unpacked(batch: Batch, num_rows: int = 0, num_scored: int | None = None) -> 
         scored=None,
         previous=None,
         is_scored=counts_BT[:, T - num_scored :],
+        most_scored=None,
         shape=shape,
         num_micro_batches=None,
         row_shape=RowShape(T),
@@ -233,11 +232,11 @@ def packed(
         arrays["completion_ids"] = None
     counts_RW = counts_BT.reshape(-1)[arrays["source"]] & (arrays["source"] >= 0)
 
-    # the scored tokens row by row, as the loss reads them; the fullest row decides M
+    # the scored tokens row by row, as the loss reads them
     counted = np.flatnonzero(counts_RW)
     counted_R = np.bincount(counted // shape.width, minlength=num_rows)
-    M = shape.num_scored(int(counted_R.max(initial=0)))
-    is_scored = np.arange(M) < counted_R[:, None]
+    most_scored = counted_R.reshape(shards, num_micro_batches, -1).max(axis=(0, 2))
+    is_scored = np.arange(shape.num_scored) < counted_R[:, None]
     scored = np.zeros(is_scored.shape, np.int32)
     scored[is_scored] = counted % shape.width
     previous = np.zeros(is_scored.shape, np.int32)
@@ -247,6 +246,7 @@ def packed(
         scored=scored,
         previous=previous,
         is_scored=is_scored,
+        most_scored=most_scored.astype(np.int32),
         shape=counts_BT.shape,
         num_micro_batches=np.int32(max(1, -(-len(fills) // (shards * rows_per_micro_batch)))),
         row_shape=shape,

@@ -117,7 +117,7 @@ def on_every_device(
 
     def score(params: Params, batch: RowBatch) -> Any:
         if rows.num_micro_batches == 1:
-            scores = of_part(params, batch.per_row)
+            scores = of_part(params, batch.per_row.replace(most_scored=batch.most_scored))
         else:
             parts = cut(batch)
 
@@ -226,7 +226,8 @@ def batch_scores(
     targets = batch.tokens if before else batch.streams.get("targets", batch.tokens)
     targets_RM = at_scored(targets, batch)
     table_VD = decoder.output_table(params, cfg) if cfg.output == "logits" else None
-    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature)
+    most = None if batch.most_scored is None else jnp.max(batch.most_scored)
+    scores_RM = head(before_RMD, table_VD, targets_RM, cfg.final_softcap, temperature, most)
     scores_RW = jax.tree.map(in_rows, scores_RM)
     if routed is not None:
         scores_RW = with_expert_sums(scores_RW, routed, routes, batch)

@@ -89,7 +89,7 @@ def row_shapes(
     num_rows = axis_size("fsdp") * layout.num_micro_batches * layout.rows_per_micro_batch
     R = num_rows if is_packed else num_sequences
     W = layout.width if is_packed else length
-    M = layout.shape.scored_sizes[0] if is_packed else layout.num_scored
+    M = layout.shape.num_scored if is_packed else layout.num_scored
 
     def shape(columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         place = sharding(("batch", "seq"), (R, columns))
@@ -100,6 +100,10 @@ def row_shapes(
         columns["scored"] = shape(M, jnp.int32)
         columns["previous"] = shape(M, jnp.int32)
         columns |= layout.shape.lanes
+        parts = (layout.num_micro_batches,)
+        columns["most_scored"] = jax.ShapeDtypeStruct(
+            parts, jnp.int32, sharding=sharding(("seq",), parts)
+        )
         columns["num_micro_batches"] = jax.ShapeDtypeStruct(
             (), jnp.int32, sharding=sharding((), ())
         )
@@ -117,8 +121,7 @@ def row_shapes(
 
 
 def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
-    """The shapes that `row_shapes` gives, for every W and M that a batch may take, the most
-    first."""
+    """The shapes that `row_shapes` gives, for every W that a batch may take, the most first."""
     if layout.packing == "none":
         return [rows]
 
@@ -126,21 +129,27 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
         shape = (len(x), columns, *x.shape[2:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-    names = ("is_scored", "scored", "previous")
+    names = (
+        "is_scored",
+        "scored",
+        "previous",
+        "most_scored",
+        "num_micro_batches",
+        "constants",
+    )
     every = []
     for shape in layout.shape.prefixes:
         # A run compiles them all before its first step, since which one a batch takes is not known.
         narrowed = jax.tree.map(partial(cut, shape.width), rows.per_row)
-        narrowed = narrowed.replace(
-            num_micro_batches=rows.num_micro_batches, constants=rows.constants
-        )
-        for M in shape.scored_sizes:
-            scored = {name: cut(M, getattr(rows, name)) for name in names}
-            every.append(narrowed.replace(**scored, **shape.lanes))
+        as_they_are = {name: getattr(rows, name) for name in names}
+        every.append(narrowed.replace(**as_they_are, **shape.lanes))
     return every
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:
     """An array of a batch on the mesh: its rows divided over fsdp; whole on every device where fsdp
-    does not divide their number, as a number is. One of jax is there already."""
-    return x if isinstance(x, jax.Array) else put(x, *("batch", "seq", "seq")[: np.ndim(x)])
+    does not divide their number, and where it has no rows. One of jax is there already."""
+    if isinstance(x, jax.Array):
+        return x
+    axes = ("batch", "seq", "seq") if np.ndim(x) > 1 else ("seq",)
+    return put(x, *axes[: np.ndim(x)])

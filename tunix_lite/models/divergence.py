@@ -75,7 +75,7 @@ def head_divergence(
         table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE)
     )
     arrays = (hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
-    return _divergence((kind, *specs), *arrays)
+    return _divergence((kind, *specs), None, *arrays)
 
 
 def _logits(

@@ -25,6 +25,8 @@ T = TypeVar("T")
 # arrays of that size and is no slower with smaller products (docs/log.md, 28 November 2026).
 SCORES_AT_ONCE = 2**24
 _ON_CPU = 2**22
+# A head computes an eighth of the columns of a row at least, and never fewer than these.
+_LEAST_COLUMNS = 64
 # Below every logit: exp of it is 0.
 BELOW_ALL = -1e30
 # Logical axes of a block: parts of the vocabulary, entries of the block, embedding.
@@ -53,11 +55,14 @@ def token_scores(
     targets_BM: jax.Array,
     softcap: float | None,
     temperature: float,
+    most: jax.Array | None = None,
 ) -> TokenScores:
     """Log-probability of each target, the entropy beside it, and whether it is the likeliest token,
     [B, M] float32.
 
     hidden: at the position that predicts the target. table: the output embedding, as it is stored.
+    most: int32, the columns that are read; those behind get anything, and most of them cost
+    nothing. None: all are read.
     """
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
@@ -66,7 +71,7 @@ def token_scores(
     scores = _token_scores
     if add is not None:
         scores = with_gradients(scores_and_totals, _slopes, add)
-    return TokenScores(*scores(spec, hidden_BMD, table_NPSD, targets_BM))
+    return TokenScores(*scores(spec, most, hidden_BMD, table_NPSD, targets_BM))
 
 
 @contextlib.contextmanager
@@ -203,41 +208,109 @@ def scan_blocks(
     return jax.lax.scan(of_number, start, (jnp.arange(len(blocks[0])), *blocks))
 
 
+def column_sizes(most: int) -> list[int]:
+    """The numbers of columns that a head may compute of rows with `most`, the least first."""
+    step = max(_LEAST_COLUMNS, -(-most // 8))
+    return [*range(step, most, step), most]
+
+
+def _of_columns(
+    of_first: Callable[[int], tuple[T, Any]],
+    sizes: list[int],
+    most: jax.Array | None,
+    axis: int = 1,
+) -> tuple[T, Any]:
+    """of_first(size) -> (a tree of arrays with so many columns, others), for the least of the sizes
+    with room for `most`; the arrays with zeros behind, as many columns as the last size."""
+    if len(sizes) == 1:
+        return of_first(sizes[0])
+
+    def of_size(size: int) -> tuple[T, Any]:
+        def widened(x: jax.Array) -> jax.Array:
+            behind = [(0, 0)] * x.ndim
+            behind[axis] = (0, sizes[-1] - size)
+            return jnp.pad(x, behind)
+
+        by_column, others = of_first(size)
+        return jax.tree.map(widened, by_column), others
+
+    # one program for all batches: which size it takes is known only when it runs
+    number = jnp.searchsorted(jnp.asarray(sizes), most)
+    return jax.lax.switch(number, [partial(of_size, size) for size in sizes])
+
+
 def with_gradients(
     forward: Callable[..., tuple[Any, tuple]],
     slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
     add: AddBlock | None = None,
 ) -> Callable[..., Any]:
-    """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function that gives
-    the results and has gradients of hidden and table. slopes(spec, others, sums, cotangents) ->
-    (function, tables): function(products of a block, (its number, its table, those of `tables`)) is
-    the cotangent of these products. add: gets the gradient of each block; None: the function gives
-    that of the table."""
+    """forward(spec, hidden, table in blocks, *others) -> (results, sums), as a function of spec,
+    most and the others that gives the results and has gradients of hidden and table. slopes(spec,
+    others, sums, cotangents) -> (function, tables): function(products of a block, (its number, its
+    table, those of `tables`)) is the cotangent of these products. most: as token_scores takes it,
+    where all others are [B, M]; None: all columns are read. add: gets the gradient of each block;
+    None: the function gives that of the table."""
+
+    def sizes_of(hidden_BMD: jax.Array, most: jax.Array | None) -> list[int]:
+        columns = hidden_BMD.shape[1]
+        return [columns] if most is None else column_sizes(columns)
+
+    def first_columns(size: int, most: jax.Array | None, x: jax.Array | SymbolicZero) -> Any:
+        return x if most is None or isinstance(x, SymbolicZero) else x[:, :size]
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def results(
-        spec: Hashable, hidden_BMD: jax.Array, table_NPSD: jax.Array, *others: jax.Array
+        spec: Hashable,
+        most: jax.Array | None,
+        hidden_BMD: jax.Array,
+        table_NPSD: jax.Array,
+        *others: jax.Array,
     ) -> Any:
-        return forward(spec, hidden_BMD, constrained(table_NPSD), *others)[0]
+        return computed(spec, most, hidden_BMD, constrained(table_NPSD), *others)[0]
+
+    def computed(
+        spec: Hashable,
+        most: jax.Array | None,
+        hidden_BMD: jax.Array,
+        table_NPSD: jax.Array,
+        *others: jax.Array,
+    ) -> tuple[Any, tuple]:
+        def of_first(size: int) -> tuple[tuple, None]:
+            first = partial(first_columns, size, most)
+            return forward(spec, first(hidden_BMD), table_NPSD, *map(first, others)), None
+
+        sizes = sizes_of(hidden_BMD, most)
+        return _of_columns(of_first, sizes, most)[0]
 
     def with_residuals(
         spec: Hashable,
+        most: CustomVJPPrimal | None,
         hidden: CustomVJPPrimal,
         table: CustomVJPPrimal,
         *others: CustomVJPPrimal,
     ) -> tuple[Any, tuple]:
+        most = None if most is None else most.value
         arrays = (hidden.value, constrained(table.value), *(x.value for x in others))
-        values, sums = forward(spec, *arrays)
+        values, sums = computed(spec, most, *arrays)
         # Whether the table trains is a matter of structure, () or None, so that it is known while
         # tracing.
-        return values, (arrays, sums, () if table.perturbed else None)
+        return values, (most, arrays, sums, () if table.perturbed else None)
 
     def backward(spec: Hashable, residuals: tuple, cotangents: object) -> tuple:
-        (hidden_BMD, table_NPSD, *others), sums, trains = residuals
-        slope_of, tables = slopes(spec, others, sums, cotangents)
+        most, (hidden_BMD, table_NPSD, *others), sums, trains = residuals
+
         wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
         # By part, so that tp adds up once, behind the loop.
         zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+
+        # what the gradients of each number of columns are made of
+        sizes = sizes_of(hidden_BMD, most)
+        of_sizes = {}
+        for size in sizes:
+            first = partial(first_columns, size, most)
+            hidden, *rest = jax.tree.map(first, (hidden_BMD, others, sums, cotangents))
+            slope_of, tables = slopes(spec, *rest)
+            of_sizes[size] = hidden, slope_of
 
         def one_block(
             total: jax.Array,
@@ -245,22 +318,29 @@ def with_gradients(
         ) -> tuple[jax.Array, jax.Array | None]:
             # Block by block: no device ever holds the whole table.
             used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
-            slope = slope_of(block_products(hidden_BMD, used_PSD), block)
-            slope = slope.astype(hidden_BMD.dtype)
 
-            # d hidden adds up over the blocks; d table is that of this block
-            product = partial(jnp.einsum, preferred_element_type=wide)
-            of_hidden = product("bmps,psd->pbmd", slope, used_PSD)
+            def of_first(size: int) -> tuple[jax.Array, jax.Array | None]:
+                hidden, slope_of = of_sizes[size]
+                slope = slope_of(block_products(hidden, used_PSD), block)
+                slope = slope.astype(hidden.dtype)
+
+                # d hidden adds up over the blocks; d table is that of this block
+                product = partial(jnp.einsum, preferred_element_type=wide)
+                of_hidden = product("bmps,psd->pbmd", slope, used_PSD)
+                if trains is None:
+                    return of_hidden, None
+                return of_hidden, product("bmps,bmd->psd", slope, hidden)
+
+            of_hidden, of_block = _of_columns(of_first, sizes, most, axis=2)
             total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
             if trains is None:
                 return total, None
-            of_block = product("bmps,bmd->psd", slope, hidden_BMD)
             of_block = constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
             return total, add(block[0], of_block) if add else of_block
 
         total, of_table = scan_blocks(one_block, zeros_PBMD, table_NPSD, *tables)
         of_hidden = jnp.sum(total, axis=0).astype(hidden_BMD.dtype)
-        return of_hidden, of_table, *[None] * len(others)
+        return None, of_hidden, of_table, *[None] * len(others)
 
     results.defvjp(with_residuals, backward, symbolic_zeros=True)
     return results

@@ -12,6 +12,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch
 from tunix_lite.learner import packing
 from tunix_lite.models import decoder
+from tunix_lite.models.vocabulary import column_sizes
 from tunix_lite.planning.flops import forward_flops, recurrence_flops
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.settings.config import RunConfig, packings_of, reduction_of
@@ -32,8 +33,8 @@ class _RowWork:
     # rows of one micro-batch
     rows: int
     width: int
-    # columns of a row for which scores over the vocabulary are computed
-    scored: int
+    # columns of a row for which scores over the vocabulary are computed, in the mean
+    scored: float
     tokens: int
 
 
@@ -145,8 +146,9 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     # packed as the run would: a formula would not know what fits beside what
     sizes = (rows.shape, rows.rows_per_micro_batch, rows.num_micro_batches, fsdp)
     packed = packing.packed(batch, *sizes)
-    scored = packed.is_scored.shape[1]
+    parts = int(packed.num_micro_batches)
+    # of each micro-batch the head computes the columns that its rows need
+    sizes = np.asarray(column_sizes(packed.row_shape.num_scored))
+    scored = sizes[np.searchsorted(sizes, packed.most_scored[:parts])].mean()
     width = packed.row_shape.width
-    return _RowWork(
-        int(packed.num_micro_batches), rows.rows_per_micro_batch * fsdp, width, scored, tokens
-    )
+    return _RowWork(parts, rows.rows_per_micro_batch * fsdp, width, scored, tokens)

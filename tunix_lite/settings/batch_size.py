@@ -145,13 +145,13 @@ def _largest_divisor(number: int, most: int) -> int:
 def plan_rows(
     run: RunConfig,
     batch: BatchPlan,
-    has_large_head: bool = False,
+    narrows: bool = False,
     tokens_at_once: int = TOKENS_AT_ONCE,
 ) -> RowLayout:
-    """Plans the rows of a batch's sequences. has_large_head: whether scoring fewer tokens saves so
-    much that it is worth programs of its own (resolved.has_large_head). tokens_at_once: of packed
-    rows in a micro-batch of a shard, if no setting says. Raises ConfigError if the longest does not
-    fit into a micro-batch."""
+    """Plans the rows of a batch's sequences. narrows: whether a batch with short prompts is worth
+    a program of its own (resolved_run.narrows). tokens_at_once: of packed rows in a micro-batch of
+    a shard, if no setting says. Raises ConfigError if the longest does not fit into a
+    micro-batch."""
     settings = run.training
     at_once = settings.micro_batch_tokens or tokens_at_once
     if not settings.is_packed:
@@ -195,7 +195,7 @@ def plan_rows(
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
     parts, rows_per_micro_batch = _parts(settings, batch.fsdp, shape, most, at_once)
     # at last: what narrows compiles more programs, and changes no row
-    shape = replace(shape, narrows=has_large_head)
+    shape = replace(shape, narrows=narrows)
     return RowLayout(settings.packing, parts, None, shape, rows_per_micro_batch)
 
 

@@ -44,10 +44,9 @@ from tunix_lite.settings.batch_size import (
 )
 from tunix_lite.settings.config import RunConfig
 
-# Weights of an output embedding, and their share of all, from which on a batch that scores fewer
-# tokens is worth programs of its own.
-LARGE_HEAD = 2**22
-_LARGE_HEAD_SHARE = 0.15
+# Weights of a model from which on rows with fewer columns for prompts are worth a program of their
+# own.
+NARROWS_FROM = 2**24
 
 # Bytes of products that the backward pass of a micro-batch finds on a CPU, where nobody says how
 # many tokens it has. Products of 768 rows are as fast there as those of more.
@@ -314,8 +313,8 @@ class ResolvedRun:
             return replace(self, run=run, frozen_models={}, **changed)
         if longest := scoring.settings.max_prompt_length:
             run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
-        # a longer prompt needs longer rows, and the head is another
-        sizes = has_large_head(model.cfg), tokens_at_once(model.cfg, self.platform)
+        # a longer prompt needs longer rows, and the model has another size
+        sizes = narrows(model.cfg), tokens_at_once(model.cfg, self.platform)
         rows = plan_rows(run, self.batch, *sizes)
         return replace(self, run=run, rows=rows, frozen_models={}, **changed)
 
@@ -463,7 +462,7 @@ def resolve_run(
 
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
-    rows = plan_rows(run, batch, has_large_head(cfg), tokens_at_once(cfg, platform))
+    rows = plan_rows(run, batch, narrows(cfg), tokens_at_once(cfg, platform))
     width = rows.width or sum(run.generation.lengths)
     tp = mesh_shape["tp"]
     if run.sharding.train.get("residual_seq") == "tp" and width % tp:
@@ -538,13 +537,10 @@ def _frozen_models(
     return frozen
 
 
-def has_large_head(cfg: Architecture) -> bool:
-    """Returns whether products with the output embedding are so much of an update that scoring a
-    quarter fewer tokens is worth the time to compile another program."""
-    head = cfg.vocab_size * cfg.embed_dim * (cfg.output == "logits")
-    return head >= max(
-        LARGE_HEAD, _LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg))
-    )
+def narrows(cfg: Architecture) -> bool:
+    """Returns whether an update takes so long that a batch with short prompts is worth the time to
+    compile another program."""
+    return weights.num_params(decoder.weights(cfg)) >= NARROWS_FROM
 
 
 def tokens_at_once(cfg: Architecture, platform: str) -> int:
