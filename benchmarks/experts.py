@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_lite.models import decoder, experts, groups
 from tunix_lite.models.architecture import Architecture, Experts
+from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.grouped import grouped_product
 from tunix_lite.models.layer_kind import Surroundings
 from tunix_lite.models.weights import for_compute
@@ -53,7 +54,9 @@ def layer(cfg: Architecture, dtype: str):
         w = {n: for_compute(leaf, table[n], jnp.dtype(dtype)) for n, leaf in w.items()}
         if cfg.experts is None:
             return experts.dense_feed_forward(x, w, cfg, decoder.Products())
-        return experts.feed_forward(x, x, w, cfg, Surroundings(decoder.Products(), (), None))[0]
+        sequences = AttentionMeta(None, jnp.ones(x.shape[:2]))
+        around = Surroundings(decoder.Products(), (), None, sequences=sequences)
+        return experts.feed_forward(x, x, w, cfg, around)[0]
 
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(fed(w, x).astype(jnp.float32))), argnums=(0, 1))
     return table, jax.jit(fed), jax.jit(gradient)

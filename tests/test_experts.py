@@ -105,9 +105,13 @@ def by_token(x, normed, w, sizes, route=None):
 
 @partial(jax.jit, static_argnums=3)
 def fed(x, normed, w, cfg, routes=None, is_token=None):
-    sequences = None if is_token is None else attention.AttentionMeta(None, is_token)
-    around = Surroundings(decoder.Products(), (), None, sequences=sequences, routes=routes)
-    return experts.feed_forward(x, normed, w, cfg, around)
+    is_token = jnp.ones(x.shape[:2]) if is_token is None else is_token
+    return experts.feed_forward(x, normed, w, cfg, surroundings(is_token, routes=routes))
+
+
+def surroundings(is_token, tokamax=False, **more):
+    sequences = attention.AttentionMeta(None, is_token)
+    return Surroundings(decoder.Products(tokamax=tokamax), (), None, sequences=sequences, **more)
 
 
 def hidden(seed=1, shape=(3, 5, 16)):
@@ -220,6 +224,9 @@ def test_kernels_for_gpus_multiply_as_the_loops_do(base, monkeypatch):
     np.testing.assert_allclose(found, grouped.grouped_product(rows, w, groups), rtol=1e-5, atol=1e-5)
     found = grouped_kernels.multiply(g, w, groups, is_transposed=True)
     np.testing.assert_allclose(found, grouped._by_expert(g, w, groups, is_transposed=True), rtol=1e-5, atol=1e-5)
+    # nothing runs beside the one kernel of each product
+    multiply = jax.make_jaxpr(grouped_kernels.multiply)(rows, w, groups)
+    assert [equation.primitive.name for equation in multiply.eqns] == ["pallas_call"]
     if base == "plain":
         found = grouped_kernels.weight_gradient(rows, g, groups, jnp.float32)
         np.testing.assert_allclose(found, grouped._of_weight(rows, g, groups), rtol=1e-5, atol=1e-5)
@@ -250,13 +257,13 @@ def test_tokamax_is_asked_for_what_the_loops_multiply(monkeypatch):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("products", [decoder.Products(), decoder.Products(tokamax=True)])
+@pytest.mark.parametrize("tokamax", [False, True])
 @pytest.mark.parametrize("shape, dtype", [((64, 1), jnp.bfloat16), ((1, 512), jnp.float32)])
-def test_a_mixture_compiles_for_an_h100(products, shape, dtype):
+def test_a_mixture_compiles_for_an_h100(tokamax, shape, dtype):
     """A step of decoding, and an update, whose weights are in float32: a kernel for each product."""
     if not any(importlib.util.find_spec(module) for module in COMPILERS["cuda"]):
         pytest.skip("needs the extra plan-gpu")
-    if products.tokamax:
+    if tokamax:
         pytest.importorskip("tokamax")
     cfg = replace(CFG, embed_dim=128, experts=Experts(8, 2, 64))
     table = {n: w for n, w in decoder.layer_weights(cfg).items() if n == "router" or n.startswith("expert_")}
@@ -264,19 +271,18 @@ def test_a_mixture_compiles_for_an_h100(products, shape, dtype):
 
     def out(w, x):
         w = {name: for_compute(leaf, table[name], jnp.bfloat16) for name, leaf in w.items()}
-        return jnp.sum(
-            jnp.sin(experts.feed_forward(x, x, w, cfg, Surroundings(products, (), None))[0].astype(jnp.float32))
-        )
+        around = surroundings(jnp.ones(shape), tokamax)
+        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, around)[0].astype(jnp.float32)))
 
     mesh = make_mesh(((1, 1), ("fsdp", "tp")), devices)
-    with jax.set_mesh(mesh), jax.default_device(devices[0] if products.tokamax else None):
+    with jax.set_mesh(mesh), jax.default_device(devices[0] if tokamax else None):
         placed = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
         w = {name: placed(weight.shape, jnp.float32 if weight.is_exact else dtype) for name, weight in table.items()}
         program = jax.jit(out if dtype == jnp.bfloat16 else jax.grad(out, (0, 1)))
         text = program.lower(w, placed((*shape, 128), jnp.bfloat16)).compile().as_text()
     called = re.findall(r'custom_call_target="(mosaic_gpu_v2|__gpu\$xla\.gpu\.triton)"', text)
     times = 3 if dtype == jnp.bfloat16 else 9
-    assert called == ["mosaic_gpu_v2" if products.tokamax else "__gpu$xla.gpu.triton"] * times
+    assert called == ["mosaic_gpu_v2" if tokamax else "__gpu$xla.gpu.triton"] * times
 
 
 # ---- the whole model
@@ -369,8 +375,7 @@ def test_what_memory_holds_in_rows_without_a_pair_reaches_nothing(family, monkey
 
     def loss(w, x):
         w = {name: for_compute(leaf, table[name], jnp.float32) for name, leaf in w.items()}
-        around = Surroundings(decoder.Products(), (), None)
-        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, around)[0]))
+        return jnp.sum(jnp.sin(experts.feed_forward(x, x, w, cfg, surroundings(jnp.ones(x.shape[:2])))[0]))
 
     for value in (0, np.nan):
         monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype, value=value: jnp.full(shape, value, dtype))

@@ -57,9 +57,6 @@ def architecture_of(hf: dict, family: Family) -> Architecture:
     config = hf
     # transformers leaves out what has its default there
     hf = family.absent | hf
-    # Qwen 3's number of experts, as transformers writes it
-    if "num_local_experts" in hf:
-        hf.setdefault("num_experts", hf["num_local_experts"])
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if as_number(hf[key], key, int) < 1:
             raise ValueError(f"{key}={shown(hf[key])}; it is 1 or more")

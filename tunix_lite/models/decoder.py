@@ -381,7 +381,7 @@ def _scan_layers(
             bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
     readers = names[first_reader:]
     x_BTD, of_readers = _scan_periods(bodies, readers, x_BTD, take(readers))
-    return x_BTD, _in_order(by_part + of_readers)
+    return x_BTD, jax.tree.map(lambda *xs: jnp.concatenate(xs), *by_part, *of_readers)
 
 
 def _taking(trees: Params) -> Callable[[Sequence[str]], Params]:
@@ -397,11 +397,6 @@ def _taking(trees: Params) -> Callable[[Sequence[str]], Params]:
         return taken
 
     return take
-
-
-def _in_order(by_part: list[Routed | None]) -> Routed | None:
-    """Parts of layers [count, ...], one after the other."""
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *by_part)
 
 
 def _scan_periods(
@@ -425,7 +420,7 @@ def _scan_periods(
             arrays = take(list(neighbours))[stack]
             x_BTD, routed = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
             by_part.append(routed)
-        return x_BTD, _in_order(by_part)
+        return x_BTD, jax.tree.map(lambda *xs: jnp.concatenate(xs), *by_part)
 
     # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
     period = repeated(names)
@@ -435,8 +430,7 @@ def _scan_periods(
         lambda leaf: leaf.reshape(num_periods, -1, *leaf.shape[1:]), take(period * num_periods)
     )
     x_BTD, routed = jax.lax.scan(partial(in_order, period), x_BTD, of_periods)
-    routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
-    by_part = [routed]
+    by_part = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
     if rest := names[num_periods * len(period) :]:
         x_BTD, routed = in_order(rest, x_BTD, take(rest))
         by_part.append(routed)

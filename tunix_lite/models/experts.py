@@ -109,23 +109,20 @@ def feed_forward(
     """What a layer with experts adds to the residual stream, [B, T, D], and where its tokens went.
     x_BTD: the residual stream; normed_BTD: after the layer's norm. No expert computes padding."""
     sizes = cfg.experts
-    products = around.products
-    is_token_BT = jnp.ones(x_BTD.shape[:2], bool)
-    if around.sequences is not None:
-        is_token_BT = around.sequences.segments > 0
+    is_token_BT = around.sequences.segments > 0
     read_BTD = x_BTD if sizes.router_norm else normed_BTD
     weights_BTk, routed = route(read_BTD, w, cfg, around.routes, is_token_BT)
     inputs_BTD = norm(x_BTD, w["expert_pre_norm"], cfg) if sizes.beside_dense else normed_BTD
     ids_BTk = jnp.where(is_token_BT[..., None], routed.ids, sizes.count)
-    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, products)
+    fed_BTD = _mixture(inputs_BTD, ids_BTk, weights_BTk, w, cfg, around.products)
 
     if sizes.shared_dim:
         opened = jax.nn.sigmoid(wide(project(normed_BTD, w["shared_open"])))
-        shared_BTD = dense_feed_forward(normed_BTD, w, cfg, products, "shared_")
+        shared_BTD = dense_feed_forward(normed_BTD, w, cfg, around.products, "shared_")
         fed_BTD = stored(wide(fed_BTD) + opened * wide(shared_BTD), fed_BTD.dtype)
     if sizes.beside_dense:
         fed_BTD = norm(fed_BTD, w["expert_post_norm"], cfg)
-        dense_BTD = dense_feed_forward(normed_BTD, w, cfg, products)
+        dense_BTD = dense_feed_forward(normed_BTD, w, cfg, around.products)
         fed_BTD = added(norm(dense_BTD, w["dense_post_norm"], cfg), fed_BTD)
     return fed_BTD, routed
 

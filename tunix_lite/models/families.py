@@ -224,6 +224,8 @@ QWEN3_MOE = replace(
     fixed=QWEN3.fixed
     | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     absent=_UNTIED | {"norm_topk_prob": False},
+    # transformers writes num_local_experts
+    respelled=lambda hf: {key.replace("num_local_", "num_"): x for key, x in hf.items()},
     has_windows=False,
 )
 QWEN3_5 = Family(

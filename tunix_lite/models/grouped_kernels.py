@@ -22,6 +22,7 @@ _OF_WEIGHT = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 COLUMNS = 64
 # Numbers that are summed over at once; tensor cores take 16 at least.
 AT_ONCE = 64
+_PARAMS = triton.CompilerParams(num_warps=4, num_stages=3)
 
 
 def multiply(
@@ -38,11 +39,14 @@ def multiply(
         return _by_tokamax(rows_RA, matrices, groups, _OF_ROWS, rows_RA.dtype)
     arrays = (weight.codes, weight.scales) if isinstance(weight, Int8) else (weight,)
     columns = arrays[0].shape[1 if is_transposed else 2]
-    inputs = (rows_RA, groups.expert, jnp.sum(groups.count, keepdims=True), *arrays)
     out = jax.ShapeDtypeStruct((len(rows_RA), columns), rows_RA.dtype)
     grid = (len(groups.expert), pl.cdiv(columns, COLUMNS))
     kernel = partial(_multiply, groups.block, is_transposed)
-    return _call("grouped_product", kernel, grid, inputs, out)
+    # Each program sees the whole arrays.
+    call = pl.pallas_call(
+        kernel, grid=grid, out_shape=out, compiler_params=_PARAMS, name="grouped_product"
+    )
+    return call(rows_RA, groups.expert, groups.first, groups.count, *arrays)
 
 
 def weight_gradient(
@@ -57,10 +61,12 @@ def weight_gradient(
         return _by_tokamax(rows_RA, g_RC, groups, _OF_WEIGHT, dtype)
     shape = (len(groups.first), rows_RA.shape[1], g_RC.shape[1])
     grid = (shape[0], pl.cdiv(shape[1], COLUMNS), pl.cdiv(shape[2], COLUMNS))
-    inputs = (rows_RA, g_RC, groups.first, groups.count)
     out = jax.ShapeDtypeStruct(shape, dtype)
     kernel = partial(_add_up, groups.block)
-    return _call("grouped_gradient", kernel, grid, inputs, out)
+    call = pl.pallas_call(
+        kernel, grid=grid, out_shape=out, compiler_params=_PARAMS, name="grouped_gradient"
+    )
+    return call(rows_RA, g_RC, groups.first, groups.count)
 
 
 def _by_tokamax(
@@ -83,19 +89,6 @@ def _by_tokamax(
     )
 
 
-def _call(
-    name: str, kernel: partial, grid: tuple[int, ...], inputs: tuple, out: jax.ShapeDtypeStruct
-) -> jax.Array:
-    # Each program sees the whole arrays.
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=out,
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        name=name,
-    )(*inputs)
-
-
 def _places(piece: jax.Array, size: int) -> jax.Array:
     """The columns of a piece; those beyond the last one are the last one again."""
     at = piece * COLUMNS + jnp.arange(COLUMNS)
@@ -109,7 +102,7 @@ def _exact(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Array) -> None:
     """One block of rows and some columns."""
-    expert, used, *weight, out_RC = refs
+    expert, first, count, *weight, out_RC = refs
     number = pl.program_id(0)
     at_R = number * block + jnp.arange(block)
     at_W = _places(pl.program_id(1), out_RC.shape[1])
@@ -134,8 +127,10 @@ def _multiply(block: int, is_transposed: bool, rows_RA: jax.Array, *refs: jax.Ar
         piece = piece_of(expert[number], at)
         return total + triton.dot(rows, piece, trans_b=is_transposed, precision=_exact(dtype))
 
-    # A block without an expert turns no loop.
-    turns = (number < used[0]).astype(jnp.int32) * (rows_RA.shape[1] // at_once)
+    # A block without an expert, behind the blocks of the last one, turns no loop.
+    last = len(first) - 1
+    is_used = number < first[last] + count[last]
+    turns = is_used.astype(jnp.int32) * (rows_RA.shape[1] // at_once)
     total = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, COLUMNS), jnp.float32))
     out_RC[at_R[:, None], at_W[None]] = total.astype(dtype)
 

@@ -88,7 +88,7 @@ def rows_needed(pairs: int, experts: int, block: int | None = None) -> int:
 
 
 def group(ids_Nk: jax.Array, experts: int, block: int) -> ExpertGroups:
-    """ExpertGroups the pairs by expert. An id of `experts` is no expert."""
+    """Groups the pairs by expert. An id of `experts` is no expert."""
     ids = ids_Nk.reshape(-1)
     pairs = ids.size
     # Stable: the pairs of an expert keep their order.

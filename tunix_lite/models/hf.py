@@ -167,14 +167,6 @@ class Tensors:
         return values.swapaxes(1, 2)
 
 
-def as_stored(family: Family, tensors: Tensors | GgufTensors) -> Family:
-    """The family with the names of experts that these tensors have: transformers writes Qwen 3.5
-    MoE with a tensor for each expert, and it is published with those of a layer in one."""
-    if any(_EXPERT.search(name) for name in tensors):
-        return replace(family, names=family.names | PER_EXPERT)
-    return family
-
-
 def open_tensors(model: str | Path, family: Family) -> Tensors | GgufTensors:
     """The tensors of a folder or of a GGUF file. Raises ValueError if their headers are damaged."""
     model = Path(model)
@@ -438,8 +430,11 @@ def check_weights(
     """The tensors of a folder, and the family with the names that they have. Raises ValueError
     listing every tensor that is missing, unexpected, or of another shape or dtype."""
     tensors = open_tensors(folder, family)
-    family = as_stored(family, tensors)
     names = set(tensors)
+    # Transformers writes Qwen 3.5 MoE with a tensor for each expert, and it is published with those
+    # of a layer in one.
+    if any(map(_EXPERT.search, names)):
+        family = replace(family, names=family.names | PER_EXPERT)
     wanted = hf_shapes(cfg, family)
 
     # A head that gives numbers begins at zero where the folder has none, and needs no logits.

@@ -316,10 +316,7 @@ def module_of(name: str) -> str:
 def _by_own_names(entries: dict[str, Any], family: Family, folder: Path) -> dict[str, Any]:
     """The entries by the names that `to_tensors` gives them, as if ours were the whole model."""
     own = {}
-    has_both = any(".experts.base_layer." in name for name in entries)
-    is_down = has_both or "down_proj" in str(
-        read_object(folder / CONFIG).get("target_parameters")
-    )
+    is_down = "down_proj" in str(read_object(folder / CONFIG).get("target_parameters"))
     outer = ".experts.down_proj.lora_" if is_down else ".experts.gate_up_proj.lora_"
     for name, entry in entries.items():
         rest = name.removeprefix(_PREFIX)

@@ -16,9 +16,6 @@ from tunix_lite.rollout.partial import OpenCompletion
 
 # by name, the type of what there is one of per completion, and per token
 _OF_COMPLETIONS = ("steps", "prompts", "generations", "lengths", "reasons")
-# of completions that have begun, where routes are recorded: tokens of the prompt, and the routes of
-# prompt and tokens one after the other
-_OF_ROUTES = {"read", "routes"}
 # None: it has not ended
 _REASONS = (*FINISH, None)
 _OF_TOKENS = {
@@ -49,7 +46,7 @@ class InFlight:
             columns[f"{name}s"] = [getattr(one, name) for one in self.completions]
         for name in _OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
-        # of the prompts, which are read again with them, and of the tokens
+        # The tokens of the prompts, which are read again, and the routes of prompts and tokens.
         routed = [one.routes for one in self.completions if one.routes is not None]
         if routed:
             columns["read"] = [one.num_read for one in self.completions]
@@ -61,7 +58,7 @@ class InFlight:
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "InFlight":
         """Rebuilds the object from the arrays of `as_arrays`. Raises ValueError for others."""
-        _check_names(arrays, {"next_step", *_OF_COMPLETIONS, *_OF_TOKENS}, _OF_ROUTES)
+        _check_names(arrays, {"next_step", *_OF_COMPLETIONS, *_OF_TOKENS}, {"read", "routes"})
         lengths = arrays["lengths"]
         # The tokens of all completions stand one after the other.
         ends = np.cumsum(lengths)
