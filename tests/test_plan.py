@@ -178,7 +178,7 @@ def test_a_head_that_adds_in_place_has_no_second_table_on_one_cpu(cfg):
     assert one.resolved.rows.num_micro_batches > 1 and one.adds_in_place()
     # one shard has nothing to sync
     assert MemoryEstimate(case_of(cfg, [two_parts, "training.sync_gradients_every=2"], 1, 1)).adds_in_place()
-    assert one._head_at_work(2) - one._head_at_work(2, adds_in_place=True) == tables
+    assert one._head_at_work(2) - one._head_at_work(2, without_table=True) == tables
     others = ["training.mixed_precision=bf16_params", "model.lora.rank=4"]
     for other in others:
         assert not MemoryEstimate(case_of(cfg, [two_parts, other], 1, 1)).adds_in_place(), other
@@ -186,6 +186,21 @@ def test_a_head_that_adds_in_place_has_no_second_table_on_one_cpu(cfg):
     assert whole.rows.num_micro_batches == 1 and not MemoryEstimate(whole).adds_in_place()
     on_gpu = replace(one.resolved, platform="cuda")
     assert not MemoryEstimate(on_gpu).adds_in_place() and not MemoryEstimate(case_of(cfg)).adds_in_place()
+
+
+def test_xla_for_cpus_widens_a_bfloat16_base_once_and_its_table_twice(cfg):
+    """Whole, a layer has 2 x 16*4*8 + 2 x 16*2*8 + 3 x 16*24 elements, and the table of 32 tokens 32*16."""
+    layers, norms, table = 3 * (1024 + 512 + 1152), SCALES, 512
+    lora = ["model.lora.rank=4", "training.micro_batch_size=4"]
+    bf16, fp32, int8 = (
+        MemoryEstimate(case_of(cfg, [*lora, f"model.lora.base={base}"], 1, 1)) for base in ("bf16", "fp32", "int8")
+    )
+    assert bf16.widened_base() == 4 * (layers + norms + 2 * table)
+    assert fp32.widened_base() == MemoryEstimate(case_of(cfg, lora[1:], 1, 1)).widened_base() == 0
+    assert int8.widened_base() == 4 * (norms + 2 * table)
+    assert MemoryEstimate(replace(bf16.resolved, platform="cuda")).widened_base() == 0
+    # 4 rows of 22 tokens: a layer at work is more than the head
+    assert bf16.update()["activations"] - fp32.update()["activations"] == bf16.widened_base()
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
@@ -357,8 +372,10 @@ def as_compiled(estimated: Plan) -> Plan:
 
 
 def sampling_is_the_peak(cfg, slots: int) -> Plan:
-    """Of many layers under LoRA gradients are small, and sampling has a copy of the base; one device divides none."""
-    small = ["model.lora.rank=1", "training.micro_batch_size=1", "training.remat=block", f"rollout.num_slots={slots}"]
+    """Of many layers under LoRA gradients are small, and sampling has a copy of the base; one device divides none. XLA
+    for CPUs widens no float32 base."""
+    lora = ["model.lora.rank=1", "model.lora.base=fp32"]
+    small = [*lora, "training.micro_batch_size=1", "training.remat=block", f"rollout.num_slots={slots}"]
     found = plan.assemble_plan(machine(1), case_of(replace(cfg, num_layers=12), small, fsdp=1, tp=1), {})
     assert found.fullest.name == "rollout"
     return replace(found, machine=machine(found.peak_bytes - 1))

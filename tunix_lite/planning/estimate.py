@@ -269,8 +269,9 @@ class MemoryEstimate:
         if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
             # The gradient of one layer, before it is divided over fsdp, is float32.
             layer += max(0, 4 - resolved.itemsize) * self.layer_elements()
-        head = self._head_at_work(rows, self.adds_in_place())
-        activations = self.kept_layers(rows, width) + max(layer, head)
+        widened = self.widened_base()
+        head = self._head_at_work(rows, self.adds_in_place() or widened > 0)
+        activations = self.kept_layers(rows, width) + max(layer, head) + widened
         if (critic := resolved.needs.critic) is not None and critic.is_own:
             # Its layers are kept beside the policy's, and one is at work.
             activations += self.kept_layers(rows, width) + layer
@@ -298,6 +299,18 @@ class MemoryEstimate:
         trains = resolved.lora is None and not is_half
         is_alone = resolved.platform == "cpu" and resolved.fsdp * resolved.tp == 1
         return is_alone and trains and resolved.rows.num_micro_batches > 1
+
+    def widened_base(self) -> int:
+        """The bytes of a bfloat16 base in float32, with its table twice where embedding and head
+        read one: XLA for CPUs slices and gathers in float32, and widens all arrays before that."""
+        frozen = self.resolved.tables.frozen
+        if frozen is None or self.resolved.platform != "cpu":
+            return 0
+        leaves = jax.tree.leaves(frozen, is_leaf=is_quantized)
+        if self.resolved.cfg.output == "logits" and self.resolved.cfg.tied:
+            leaves.append(frozen["embed"])
+        halves = [w for w in leaves if not is_quantized(w) and w.dtype == jnp.bfloat16]
+        return self.resolved.table_bytes(halves, jnp.float32)
 
     def _kept_of_teacher(self) -> int:
         """The bytes kept of the teacher's distribution of each token of a shard, prompts included;
@@ -500,9 +513,9 @@ class MemoryEstimate:
         layers = 1 if self.resolved.fsdp == 1 else count + 1
         return layers * self.layer_elements() * self.resolved.itemsize
 
-    def _head_at_work(self, rows: int, adds_in_place: bool = False) -> int:
+    def _head_at_work(self, rows: int, without_table: bool = False) -> int:
         """The head: a block of float32 scores, twice; the hidden states and their sum of gradients,
-        6nD; unless it adds in place, the table, as it is stored, regrouped into blocks, and its
+        6nD; unless without_table, the table, as it is stored, regrouped into blocks, and its
         gradient or, where it has none, the copy that a loop over blocks keeps."""
         resolved = self.resolved
         cfg = resolved.cfg
@@ -521,7 +534,7 @@ class MemoryEstimate:
         blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored, on_cpu)
         scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
         hidden = 6 * scored * cfg.embed_dim
-        if adds_in_place and cfg.vocab_size % blocks == 0:
+        if without_table and cfg.vocab_size % blocks == 0:
             return scores + hidden
         table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
         is_half = (
