@@ -22,20 +22,21 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import check_generation
 
 PLAIN = SIZES | LLAMA.flags | {"num_layers": 3, "tied": False, "rope_theta_local": 1e4, "rope_theta_global": 1e4}
-PLAIN |= {"window": None, "pattern": ("global",)}
 OLMO3 = Architecture(
-    **PLAIN | {"post_norms": True, "qk_norm": True, "pattern": ("local", "global"), "window": 6},
-    pre_norms=False,
-    qk_norm_whole=True,
-    yarn=Yarn(8.0, 8, amplitude=1.2),
+    **PLAIN
+    | {
+        "post_norms": True,
+        "pre_norms": False,
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "yarn": Yarn(8.0, 8, amplitude=1.2),
+    }
+    | {"pattern": ("local", "global"), "window": 6}
 )
 SMOLLM3 = Architecture(**PLAIN | {"pattern": ("global", "unrotated")})
-PHI3 = Architecture(
-    **PLAIN | {"num_layers": 2, "max_positions": 16},
-    rope_share=0.75,
-    longrope=LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1),
-)
-MINISTRAL3 = Architecture(**PLAIN, yarn=Yarn(4.0, 16, amplitude=1.5, query_growth=0.1))
+LONG = LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1)
+PHI3 = Architecture(**PLAIN | {"num_layers": 2, "max_positions": 16, "rope_share": 0.75, "longrope": LONG})
+MINISTRAL3 = Architecture(**PLAIN | {"yarn": Yarn(4.0, 16, amplitude=1.5, query_growth=0.1)})
 
 
 # ---- rotary positions

@@ -223,6 +223,7 @@ def test_the_update_takes_them_and_the_router_still_learns(sampled, mixture, exp
     assert 0.9 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"] <= 1
 
 
+@pytest.mark.wide  # test_experts.py has gradients on several devices, and scoring above takes recorded experts
 def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, expected_forced):
     """fsdp and tp divide sampling and scoring."""
     set_mesh(2, 2)

@@ -300,7 +300,7 @@ def test_a_file_in_the_place_of_tokens_is_an_error_and_not_waited_for(tokenizer,
 # ---- the loss
 
 
-@pytest.mark.parametrize("attention", ["documents", "across"])
+@pytest.mark.parametrize("attention", ["documents", pytest.param("across", marks=pytest.mark.wide)])
 def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, tokenizer, tmp_path):
     """In float64, value and gradient; of a last batch with fewer rows, too: the mean over its tokens."""
     width, count = 24, 3
