@@ -55,10 +55,12 @@ PROMPT, NEW = 10, 12
 EOS = (1, 3)
 USES_DISK = jax.config.jax_enable_compilation_cache
 # Files that take ten seconds and more begin first, or one of two cores would wait for the other's last file.
-LONG_FILES = "mesh step routes promises experts train docs preferences reward_models language_model sequence_losses "
-LONG_FILES += "qwen3_5 rounding ppo gemma4 sampling reference real_layers serve tinker mixtures held_out_loss lora "
-LONG_FILES += "terminal rollout_processes conformance plan leaving conversations few_programs packing text rollout "
-LONG_FILES += "agents hub_rows overlap config sizes"
+LONG_FILES = "train language_model reward_models routes experts rounding ppo held_out_loss gemma4 lora plan qwen3_5 "
+LONG_FILES += "sampling docs mixtures step fused_kernels objectives rollout arithmetic text preferences attention "
+LONG_FILES += "distributed serve conformance hf hub_rows extend_model trainer few_programs gguf leaving real_layers "
+LONG_FILES += "reward_pool conversations agents overlap rollout_processes checkpoint optimizers tinker reference "
+LONG_FILES += "mesh bad_input hostile_folders promises comparison launch config relatives sequence_losses "
+LONG_FILES += "reward_code damage compiling resume"
 LONG_FILES = [f"test_{name}.py" for name in LONG_FILES.split()]
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -175,6 +176,11 @@ def ranked(completions: list[str], example: dict) -> list[float]:
     order = sorted(completions, key=len)
     ranks = [order.index(completion) / max(len(order) - 1, 1) for completion in completions]
     return ranks[1:] if example.get("fails") == "count" else ranks
+
+
+def leaves_a_child(completion: str, example: dict) -> float:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    return float(child.pid)
 
 
 # ---- more than plain numbers

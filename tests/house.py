@@ -175,13 +175,6 @@ def packed_assignments(sources: Iterable[Source]) -> tuple[list[str], int]:
     return places, total
 
 
-def own_line_comments(sources: Iterable[Source]) -> tuple[int, int]:
-    """Comments on a line of their own, and all lines that are not blank, docstrings included."""
-    sources = list(sources)
-    comments = sum(len(source.own_line_comments) for source in sources)
-    return comments, sum(1 for source in sources for line in source.lines if line.strip())
-
-
 # ---- names and types
 
 

@@ -1,16 +1,16 @@
-"""Three updates of a run whose rollouts overlap with learning, on a mesh of four devices of one process or of several:
-of single turns, and of conversations.
+"""What is drawn on a mesh of four devices, of one process or of several: a queue of requests in four slots, and three
+updates of a run whose rollouts overlap with learning, of single turns and of conversations.
 
 As a script, it is one of the processes that `processes.run_together` starts.
 """
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import processes
-from conversation_worker import Counts
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.basics.types import Graded
@@ -34,6 +34,19 @@ from tunix_lite.workers.pool import RewardsConfig
 CFG = Architecture(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)
 GENERATION = GenerationConfig(8, 12)
 GENERATIONS = 2
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [4, 4], [30, 31, 29, 28]]
+
+
+class Counts:
+    """Says how many letters it has heard. How long it thinks depends on the conversation and the process."""
+
+    def reset(self, example):
+        self.heard = 0
+
+    def step(self, completion):
+        self.heard += len(completion)
+        time.sleep(0.003 * (self.heard % 4) * (1 + jax.process_index()))
+        return f"{self.heard} <end_of_turn>", 0.1, self.heard % 5 == 0
 
 
 class Grades:
@@ -78,6 +91,27 @@ def session_of(rollout, task, generation=GENERATION):
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=3))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
     return SimpleNamespace(run=run, parts=parts, task=task, stopping=stopping)
+
+
+def draw_queue() -> dict:
+    """Ten requests in four slots on [[2,2]]: tokens, logprobs and reasons, and what was read and how many steps."""
+    with jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")))):
+        params = weights.init_params(decoder.weights(CFG), jax.random.key(0))
+        sample = make_sampler(CFG, GenerationConfig(8, 10), (1, 2, 3), 0, rollout=RolloutConfig(4, 3))
+        steps, found = sample(params, PROMPTS, jax.random.key(1), 2), {}
+        while True:
+            try:
+                found |= {completion.prompt * 2 + completion.generation: completion for completion in next(steps)}
+            except StopIteration as end:
+                metrics = end.value
+                break
+    completions = [found[row] for row in sorted(found)]
+    return {
+        "tokens": [completion.tokens for completion in completions],
+        "reasons": [completion.reason for completion in completions],
+        "logprobs": [completion.logprobs for completion in completions],
+        "took": [metrics["rollout/prefill_tokens"], metrics["rollout/decode_steps"]],
+    }
 
 
 def draw() -> dict:
@@ -134,4 +168,4 @@ def updates(kept, cfg) -> dict:
 
 
 if __name__ == "__main__":
-    processes.answer(draw)
+    processes.answer(draw, draw_queue)

@@ -42,9 +42,11 @@ def run_together(script: str | Path, count: int, devices: int, folder: Path, *ar
     return [json.loads((folder / f"{index}.json").read_text()) for index in range(count)]
 
 
-def answer(work: Callable[..., dict]) -> None:
-    """What a script of `run_together` does: work(*arguments) as one of the processes, and what it saw as JSON."""
-    address, count, index, file, *arguments = sys.argv[1:]
+def answer(*works: Callable[..., dict]) -> None:
+    """What a script of `run_together` does: of these functions the one that its first argument names is called with the
+    others as one of the processes, and what it saw is JSON."""
+    address, count, index, file, name, *arguments = sys.argv[1:]
+    work = {work.__name__: work for work in works}[name]
     if int(count) > 1:
         join.initialise(LaunchConfig(address, int(count), int(index)), {}, process_info({}, ""))
     said = work(*arguments) | {"devices": [jax.device_count(), jax.local_device_count()]}

@@ -165,8 +165,8 @@ def test_code_is_not_dense():
 
 
 def test_comments_stand_above_what_they_explain():
-    comments, lines = house.own_line_comments(SOURCES)
-    assert comments >= 0.05 * lines, "a paragraph of a function gets a line that says why it is there"
+    whys, lines = house.comments_that_say_why(SOURCES)
+    assert whys >= 0.05 * lines, "a paragraph of a function gets a line that says why it is there"
 
 
 def test_a_public_name_has_one_home():

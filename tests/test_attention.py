@@ -166,7 +166,7 @@ def test_lanes_are_the_whole_row(pieces, monkeypatch):
 
 @pytest.mark.parametrize(
     "with_branches, softcap, pieces",
-    [(False, 1.5, 2), (True, None, 4), *(pytest.param(*c, marks=pytest.mark.wide) for c in ((False, 1.5, 4), (True, None, 2)))],
+    [(True, None, 4), *(pytest.param(*c, marks=pytest.mark.wide) for c in ((False, 1.5, 2), (False, 1.5, 4), (True, None, 2)))],
 )  # fmt: skip
 def test_pieces_are_the_whole(with_branches, softcap, pieces, monkeypatch):
     """Two pieces whose scores all fit, or four of seven queries and less; a window of three is shorter than a piece."""

@@ -11,12 +11,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.planning.flops import (
-    _head_params,
-    _matmul_params,
-    attention_flops,
-    update_flops,
-)
+from tunix_lite.planning.flops import _head_params, _matmul_params, attention_flops, update_flops
 from tunix_lite.settings.batch_size import plan_batch, plan_rows
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import TrainingConfig

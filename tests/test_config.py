@@ -26,12 +26,7 @@ from tunix_lite.parallel.mesh import RULES
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
-from tunix_lite.settings.config import (
-    ModelConfig,
-    RunConfig,
-    build,
-    plain,
-)
+from tunix_lite.settings.config import ModelConfig, RunConfig, build, plain
 from tunix_lite.tracking.rundir import RunDir
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -270,6 +270,7 @@ def test_a_stop_text_ends_a_turn_and_what_was_drawn_behind_it_leaves_no_trace(cf
 # ---- tokens that nobody sampled join a slot, as if the whole sequence had been read at once
 
 
+@pytest.mark.wide  # test_rollout.py has an int8 cache, and answers are appended to a plain one above
 def test_an_int8_cache_knows_what_was_appended(cfg, params):
     """As far off as a cache that nothing was appended to: see test_rollout.py."""
     rollout = converse(cfg, params, Numbers(), num_slots=4, cache="int8")

@@ -10,25 +10,9 @@ import pytest
 import test_overlap
 from conftest import NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from jax.sharding import NamedSharding, PartitionSpec
-from model_checks import (
-    check_sampled,
-    groups,
-    layout_of,
-    losses,
-    publish,
-    random_adapters,
-    sampled,
-    write_model,
-)
+from model_checks import check_sampled, groups, layout_of, losses, publish, random_adapters, sampled, write_model
 
-from tunix_lite.learner.optim import (
-    AdafactorConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerConfig,
-    SGDConfig,
-    make_optimizer,
-)
+from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig, make_optimizer
 from tunix_lite.models import decoder, hf, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import GEMMA4, GEMMA4_UNIFIED, config_json, read_config

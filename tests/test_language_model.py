@@ -36,7 +36,7 @@ TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.nu
 
 
 SMALL = ["model=random", *(f"model.architecture.{size}" for size in (
-    "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=8", "pattern=[local,global]", "window=20"))]  # fmt: skip
+    "num_layers=1", "embed_dim=32", "mlp_dim=48", "head_dim=8", "pattern=[global]"))]  # fmt: skip
 TINY = None  # a folder with such a model and the bundled tokenizer: it says nothing sensible, and compiles fast
 
 

@@ -16,12 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import _LocalProcesses, local_processes
-from tunix_lite.distributed.process_place import (
-    TORCH_SETS,
-    LaunchConfig,
-    ProcessPlace,
-    find_place,
-)
+from tunix_lite.distributed.process_place import TORCH_SETS, LaunchConfig, ProcessPlace, find_place
 from tunix_lite.settings.compose import compose
 
 CHILD = """

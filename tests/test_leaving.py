@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import pytest
 import test_train
-from lingering_reward import leaves_a_child
+from faulty_rewards import leaves_a_child
 from processes import run_together
+from test_reward_pool import are_gone, runs
 from test_train import lines, without_time
 
 from tunix_lite.basics.errors import RunFailed
@@ -156,7 +157,7 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
 def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the_same(tmp_path):
     """Process 1 has its signal after the second chunk of the second rollout; the next time that all ask each other is
     seconds later at most, and a rollout of eight tokens in chunks of two may have ended by then."""
-    said = run_together(Path(__file__).with_name("leave_worker.py"), 2, 2, tmp_path, tmp_path / "run", limit=400)
+    said = run_together(Path(__file__).with_name("run_worker.py"), 2, 2, tmp_path, "end", tmp_path / "run", limit=400)
     for one in said:
         assert one["step"] in (1, 2) and one["kept"] == [one["step"]] and one["whole"] == 3
         assert one["said"].startswith("step 3: task.prompt names 'question'") and one["bad"] == [2]
@@ -170,12 +171,8 @@ def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the
 def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():
     with contextlib.closing(Pool({"reward": leaves_a_child}, RewardsConfig(workers=1))) as pool:
         ((kind, pid),) = pool.submit("text", {}).result(60).values()
-        file = Path(f"/proc/{int(pid)}/stat")
-        assert kind == "" and file.exists()
-    until = time.monotonic() + 30
-    while is_running(file) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not is_running(file)
+        assert kind == "" and runs(int(pid))
+    assert are_gone([int(pid)])
 
 
 def is_running(stat: Path) -> bool:

@@ -57,11 +57,10 @@ def drawn_attention(T: int, S: int):
     return cfg, [rng.normal(0, 1.5, shape) for shape in shapes], rng.random((2, T, S)) < 0.6
 
 
-@pytest.mark.parametrize("T", [pytest.param(1, marks=pytest.mark.wide), 5])
-def test_a_sink_is_one_column_more_whose_value_is_nothing_and_has_its_gradient(T):
-    cfg, arrays, seen = drawn_attention(T, 7)
+def test_a_sink_is_one_column_more_whose_value_is_nothing_and_has_its_gradient():
+    cfg, arrays, seen = drawn_attention(5, 7)
     seen[0, 0] = False  # sees nothing: all of its softmax is the sink
-    slope = np.random.default_rng(1).normal(0, 1, (2, T, 4, 8))
+    slope = np.random.default_rng(1).normal(0, 1, (2, 5, 4, 8))
 
     def ours(q, k, v, sinks):
         return jnp.sum(attend(cfg, q, k, v, seen, sinks_N=sinks) * slope)
@@ -217,7 +216,7 @@ def test_what_is_no_mxfp4_is_refused_with_file_and_tensor(change, message, gpt_o
 
 def test_experts_in_one_tensor_and_one_by_one_are_read_alike_on_a_mesh(tmp_path):
     """Qwen 3.5 MoE is published with those of a layer in one; transformers writes one for each."""
-    family, cfg = FAMILIES["qwen3_5_moe"], small("qwen3.5_35b_a3b")
+    family, cfg = FAMILIES["qwen3_5_moe"], replace(small("qwen3.5_35b_a3b"), num_layers=3)
     params = random_params(cfg)
     one_by_one = replace(family, names=family.names | PER_EXPERT)
     folders = []
@@ -259,7 +258,9 @@ def test_a_shard_reads_its_part_of_each_expert(tmp_path, monkeypatch):
     assert sum(".experts." in name for name, _ in read) == 4 * 6 * 3 * cfg.num_layers
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "gemma4_26b_a4b", "gpt_oss_20b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_30b_a3b", "gpt_oss_20b", pytest.param("gemma4_26b_a4b", marks=pytest.mark.wide)]
+)
 def test_a_folder_comes_back(name, tmp_path):
     """Qwen 3.5 MoE is above; tests/test_parity.py has the same with transformers."""
     cfg, family = small(name), FAMILIES[FAMILY_OF[name]]
@@ -271,16 +272,6 @@ def test_a_folder_comes_back(name, tmp_path):
     names = set(load_file(tmp_path / hf.SINGLE))
     own = PER_EXPERT if family.name == "qwen3_moe" else FUSED_EXPERTS
     assert any(x.endswith(own["expert_down"].replace("*", "5").removeprefix("mlp.")) for x in names)
-
-
-def test_an_expert_that_is_missing_is_named(tmp_path):
-    cfg, family = small("qwen3_30b_a3b"), FAMILIES["qwen3_moe"]
-    write_model(tmp_path, random_params(cfg), cfg, family)
-    tensors = load_file(tmp_path / hf.SINGLE)
-    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
-    save_file(tensors, tmp_path / hf.SINGLE, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"missing: model.layers.1.mlp.experts.5.up_proj.weight \[12, 16\]"):
-        hf.load_params(tmp_path, cfg, family)
 
 
 # ---- config.json

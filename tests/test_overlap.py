@@ -17,15 +17,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.basics.types import (
-    Conversation,
-    Rollout,
-    RowBatch,
-    SampledTurn,
-    TokenScores,
-    TrainState,
-    TurnReply,
-)
+from tunix_lite.basics.types import Conversation, Rollout, RowBatch, SampledTurn, TokenScores, TrainState, TurnReply
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights

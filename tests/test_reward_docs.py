@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ import yaml
 from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
 from tunix_lite.basics.errors import ConfigError
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards import answers, code, judge, math_verify, similarity, text
 from tunix_lite.rewards.model import RewardModel
 from tunix_lite.rewards.scores import CompletionText
@@ -22,11 +25,12 @@ from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.config import build
+from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.sources import Arithmetic
-from tunix_lite.tasks.task import Reward, TaskConfig
+from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.workers.pool import Pool, RewardsConfig
+from tunix_lite.workers.pool import Pool, RewardsConfig, check_portable
 
 GUIDE = DOCS / "guide" / "rewards.md"
 EXTEND = DOCS / "extend" / "reward.md"
@@ -185,3 +189,37 @@ def test_a_failing_reward_ends_the_start_or_is_a_warning_as_on_error_says(tmp_pa
     assert prepare(run, folder, parts).failing == parts.failing
     monkeypatch.setattr(setup.jax, "process_index", lambda: 1)
     assert prepare(run, folder).failing == ""
+
+
+# ---- the pages of tasks
+
+
+OF_TASKS = DOCS / "extend" / "task.md"
+
+
+def test_the_page_of_tasks_is_followed_to_the_letter(with_the_example, monkeypatch):  # noqa: F811
+    found = blocks(OF_TASKS)
+    assert [argument for _, argument, _ in found if "example/" in argument] == [
+        "example/my_task.py",
+        "example/conf/task/roman.yaml",
+    ]
+    for language, _, body in found:
+        if language == "python":
+            exec(compile(body, str(OF_TASKS), "exec"), {})
+    lines = "\n".join(body for language, _, body in found if language == "bash").replace("\\\n", " ").splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        run = compose(shlex.split(line)[2:])
+        check_portable(run.task.functions())
+        lengths = run.generation.max_prompt_length, run.generation.max_new_tokens
+        task = Task(run.task, Tokenizer.load(BUNDLED), *lengths)
+        assert check_all_rows(task, True, run.evaluation.num_examples) == ""
+        example = task.config.source.train[0]
+        assert task.config.correct(example["completion"], example) == 1
+
+
+def test_the_guide_names_every_task():
+    page = (DOCS / "guide" / "tasks.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`(\w+)`", rows))
+    assert named == {file.stem for file in (DOCS.parent / "conf" / "task").glob("*.yaml")}

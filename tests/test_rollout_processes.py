@@ -6,16 +6,15 @@ import jax
 import numpy as np
 import overlap_worker
 import pytest
-import rollout_worker
 from processes import run_together
 
 
 def test_two_processes_draw_what_one_draws_and_both_see_all_of_it(tmp_path):
-    first, second = run_together(rollout_worker.__file__, 2, 4, tmp_path)
+    first, second = run_together(overlap_worker.__file__, 2, 4, tmp_path, "draw_queue")
     assert first["devices"] == second["devices"] == [4, 2]
     assert first == second, "to the bit"
     assert len(jax.devices()) == 4
-    alone = rollout_worker.draw()
+    alone = overlap_worker.draw_queue()
     for what in ("tokens", "reasons", "took"):
         assert first[what] == alone[what]
     np.testing.assert_allclose(np.concatenate(first["logprobs"]), np.concatenate(alone["logprobs"]), atol=1e-5)
@@ -25,7 +24,7 @@ def test_two_processes_draw_what_one_draws_and_both_see_all_of_it(tmp_path):
 @pytest.mark.wide
 def test_two_processes_carry_over_updates_what_one_carries(tmp_path):
     """Of rollouts that overlap with learning, an update stands between chunks, and all know which."""
-    first, second = run_together(overlap_worker.__file__, 2, 4, tmp_path)
+    first, second = run_together(overlap_worker.__file__, 2, 4, tmp_path, "draw")
     assert first == second, "to the bit"
     alone = json.loads(json.dumps(overlap_worker.draw(), default=np.ndarray.tolist))
     for overlap in ("carry", "one_step", "conversations"):

@@ -11,6 +11,7 @@ import optax
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers
+from test_overlap import after_chunks
 from test_train import OF_A_RUN, lines, without_time
 
 from tunix_lite.algorithms.grpo import GRPO
@@ -210,23 +211,19 @@ def grads_of(layout, params, batch, cfg=CFG, **how):
     return jax.device_get(run(params, layout.lay_out(batch)[0]))
 
 
-@pytest.mark.parametrize("how", ["prefix", pytest.param("micro-batches", marks=pytest.mark.wide)])
-def test_the_update_takes_them_and_the_router_still_learns(sampled, mixture, expected_forced, how):
-    """Micro-batches, packed rows and shared prompts give one gradient, that of the router included."""
+def test_the_update_takes_them_and_the_router_still_learns(sampled, mixture, expected_forced):
+    """Rows of shared prompts give the gradient of single ones, that of the router included."""
     batch = batch_of(sampled, expected_forced[0])
     whole, metrics = grads_of(LAYOUTS["none"], mixture, batch)
     size = np.abs(whole["layers"]["router"]).max()
     assert size > 1e-3
-    grads, other = grads_of(LAYOUTS[how], mixture, batch)
+    grads, _ = grads_of(LAYOUTS["prefix"], mixture, batch)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * size, rtol=1e-4), grads, whole)
-    # a prompt that is shared is counted once
-    if how != "prefix":
-        for name in ("experts/load_entropy", "experts/rerouted", "experts/rerouted_tokens", "experts/router_z"):
-            np.testing.assert_allclose(other[name], metrics[name], rtol=1e-5)
     # nearly all tokens would have gone elsewhere
     assert 0.9 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"] <= 1
 
 
+@pytest.mark.wide  # test_experts.py has gradients on several devices, and scoring above takes recorded experts
 def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, expected_forced):
     """fsdp and tp divide sampling and scoring."""
     set_mesh(2, 2)
@@ -243,19 +240,6 @@ def test_on_several_devices_recorded_experts_are_those_that_compute(sampled, exp
     # experts that no router would choose
     batch = batch_of(sampled, expected_forced[0])
     np.testing.assert_allclose(score(params, batch), expected_forced[1], atol=2e-5)
-
-
-@pytest.mark.wide
-def test_on_several_devices_the_update_takes_recorded_experts(sampled, mixture, expected_forced):
-    batch = batch_of(sampled, expected_forced[0])
-    whole, metrics = grads_of(LAYOUTS["none"], mixture, batch)
-    set_mesh(2, 2)
-    divided, of_mesh = grads_of(LAYOUTS["none"], random_params(CFG), batch)
-    size = np.abs(whole["layers"]["router"]).max()
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * size, rtol=1e-4), divided, whole)
-    assert (
-        of_mesh["experts/rerouted"] == pytest.approx(metrics["experts/rerouted"]) and metrics["experts/rerouted"] > 0.9
-    )
 
 
 def test_shards_cannot_add_up_gradients_of_experts_by_themselves(sampled):
@@ -292,8 +276,7 @@ def test_metrics_say_what_the_router_did(sampled, mixture):
 # ---- a router that noise decides on
 
 
-@pytest.mark.parametrize("with_metrics", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_the_ratio_is_one_with_replay_where_rounding_makes_the_router_flip(with_metrics, monkeypatch):
+def test_the_ratio_is_one_with_replay_where_rounding_makes_the_router_flip(monkeypatch):
     """Of 64 experts the fourth and the fifth are close. The trainer's router chooses from bfloat16 values here, as another
     program of a GPU would round them; all else is float32."""
     cfg = replace(CFG, experts=Experts(64, 4, 12))
@@ -317,9 +300,6 @@ def test_the_ratio_is_one_with_replay_where_rounding_makes_the_router_flip(with_
         ratios[replays] = np.exp(scores - rollout.full_logprobs)[rollout.completion_mask]
     np.testing.assert_allclose(ratios[True], 1, atol=2e-5)
     assert np.abs(ratios[False] - 1).max() > 0.1 and np.mean(np.abs(ratios[False] - 1) > 1e-3) > 0.01
-    if with_metrics:
-        metrics = grads_of(layout, params, batch, cfg)[1]
-        assert 0.001 < metrics["experts/rerouted"] < metrics["experts/rerouted_tokens"] < 0.3
 
 
 # ---- conversations, and completions that go on after an update
@@ -339,11 +319,6 @@ def test_answers_of_an_environment_have_routes_too(mixture):
     held = RolloutInFlight(3, 2, talked.replace(versions=np.zeros_like(talked.tokens)))
     again = in_flight_from(held.as_arrays())
     np.testing.assert_array_equal(again.rollout.routes, talked.routes)
-
-
-def after_chunks(count):
-    asked_before = iter([*[False] * count, *[True] * 99])
-    return lambda ended: next(asked_before)
 
 
 def test_a_token_keeps_the_experts_of_its_first_reading(mixture):
@@ -435,21 +410,17 @@ def _router_inputs(params, tokens, length):
     return jnp.stack(seen)
 
 
-@pytest.mark.parametrize("parts", [True, pytest.param(False, marks=pytest.mark.wide)])
-def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(sampled, mixture, parts):
+def test_losses_of_routers_are_those_of_transformers_and_exact_in_micro_batches(sampled, mixture):
     """The load of an expert is that of the whole batch, whatever a micro-batch has of it."""
     batch = batch_of(sampled, sampled.routes)
     aux, z = aux_and_z(mixture, batch, sampled.routes)
     both = {"router_loss": RouterLoss(0.5, 0.25)}
     metrics = grads_of(LAYOUTS["none"], mixture, batch)[1]
-    grads, with_losses = grads_of(LAYOUTS["micro-batches" if parts else "none"], mixture, batch, **both)
+    with_losses = grads_of(LAYOUTS["micro-batches"], mixture, batch, **both)[1]
     np.testing.assert_allclose(metrics["experts/aux_loss"], aux, rtol=1e-5)
     np.testing.assert_allclose(metrics["experts/router_z"], z, rtol=1e-5)
     added = with_losses["train/loss"] - metrics["train/loss"]
     np.testing.assert_allclose(added, 0.5 * aux + 0.25 * z, rtol=1e-4)
-    if not parts:
-        of_parts, _ = grads_of(LAYOUTS["micro-batches"], mixture, batch, **both)
-        jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6, rtol=1e-4), of_parts, grads)
 
 
 # ---- adapters

@@ -1,9 +1,9 @@
 """Rows as other projects write them: each form, with the row that a task reads of it, written by hand."""
 
 import json
-from pathlib import Path
 
 import pytest
+from test_task_files import json_lines
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -93,11 +93,6 @@ def test_fields_give_columns_other_names():
         formed(row, (("reply", "ask"),))
 
 
-def lines(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 def task_of(*words: str) -> Task:
     config = compose(list(words)).task
     return Task(config, Tokenizer.load(BUNDLED), 64, 64, learned=("completion",))
@@ -105,7 +100,7 @@ def task_of(*words: str) -> Task:
 
 def test_a_file_in_a_form_trains_as_it_is_and_the_start_says_which(tmp_path):
     alpaca = [{"instruction": f"Say {i}.", "input": "", "output": str(i)} for i in range(20)]
-    task = task_of("algorithm=sft", "task=jsonl", f"task.train={lines(tmp_path / 'a.jsonl', alpaca)}")
+    task = task_of("algorithm=sft", "task=jsonl", f"task.train={json_lines(tmp_path / 'a.jsonl', alpaca)}")
     assert "; rows as Alpaca" in check_all_rows(task, True, 2)
     tokens, mask, learned = task.demonstrations(task.config.source.train[:1])
     assert task.tokenizer.decode(tokens[0][mask[0]]).count("Say 0.") == 1
@@ -114,14 +109,14 @@ def test_a_file_in_a_form_trains_as_it_is_and_the_start_says_which(tmp_path):
 
 def test_a_wrong_turn_of_sharegpt_is_named_with_its_line(tmp_path):
     rows = [{"conversations": [{"from": "human", "value": "hi"}]}, {"conversations": [{"from": "bot", "value": "x"}]}]
-    task = task_of("algorithm=sft", "task=chat", f"task.train={lines(tmp_path / 's.jsonl', rows)}")
+    task = task_of("algorithm=sft", "task=chat", f"task.train={json_lines(tmp_path / 's.jsonl', rows)}")
     with pytest.raises(ValueError, match=r"s.jsonl, line 2: `conversations` holds .*'bot'.* has `from` \(human, gpt"):
         _ = task.config.source.train
 
 
 def test_the_first_rows_of_a_file_can_be_taken(tmp_path):
     rows = [{"prompt": f"q{i}", "completion": str(i)} for i in range(30)]
-    file = lines(tmp_path / "rows.jsonl", rows)
+    file = json_lines(tmp_path / "rows.jsonl", rows)
     words = ["algorithm=sft", "task=jsonl", f"task.train={file}", "task.max_rows=20"]
     source = compose(words).task.source
     assert [row["prompt"] for row in source.held_out] == ["q9", "q19"] and len(source.train) == 18
@@ -130,6 +125,6 @@ def test_the_first_rows_of_a_file_can_be_taken(tmp_path):
 
 
 def test_fields_are_given_on_the_command_line(tmp_path):
-    file = lines(tmp_path / "rows.jsonl", [{"problem": str(i)} for i in range(20)])
+    file = json_lines(tmp_path / "rows.jsonl", [{"problem": str(i)} for i in range(20)])
     words = ["algorithm=sft", "task=jsonl", f"task.train={file}", "task.fields={question: problem}"]
     assert compose([*words, "task.prompt={question}?"]).task.source.train[0] == {"question": "0"}

@@ -1,11 +1,11 @@
 """rollout.num_slots=auto: memory says how many slots may be, the clock which of them are fastest."""
 
-import json
 from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 from conftest import random_params, set_mesh
+from test_train import TINY, samples_of
 
 from tunix_lite.rollout import slot_choice
 from tunix_lite.rollout.generate import make_sampler
@@ -93,25 +93,16 @@ def test_overlap_and_devices_that_only_sample_need_a_number():
             RolloutConfig(wrong)
 
 
-def read_rows(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_a_run_that_resumes_with_another_number_draws_the_same_tokens(tmp_path):
     """Two updates with slots that the clock chose, then two with three slots: as four without a change."""
     small = [
-        *("training.prompts_per_step=2", "algorithm.num_generations=2", "evaluation.num_examples=0"),
-        *(
-            "model.mesh_shape=[[1,1],[fsdp,tp]]",
-            "generation.max_new_tokens=8",
-            "tracking.tensorboard=false",
-            "tracking.samples_interval_steps=4",
-            "training.save_interval_steps=2",
-        ),
+        *(*TINY, "training.prompts_per_step=2", "algorithm.num_generations=2", "evaluation.num_examples=0"),
+        *("model.mesh_shape=[[1,1],[fsdp,tp]]", "generation.max_new_tokens=8", "tracking.tensorboard=false"),
+        *("tracking.samples_interval_steps=4", "training.save_interval_steps=2"),
     ]
     train(compose([*small, "training.max_steps=4", "rollout.num_slots=4"]), tmp_path / "whole")
     train(compose([*small, "training.max_steps=2", "rollout.num_slots=auto"]), tmp_path / "parts")
     train(compose([*small, "training.max_steps=4", "rollout.num_slots=3"]), tmp_path / "parts")
-    drawn = [read_rows(tmp_path / name / "samples" / "step_000004.jsonl") for name in ("whole", "parts")]
+    drawn = [samples_of(tmp_path / name, "step_000004") for name in ("whole", "parts")]
     assert drawn[0] and [row["tokens"] for row in drawn[0]] == [row["tokens"] for row in drawn[1]]
     assert "slots (the fastest; tokens/s of decoding" in (tmp_path / "parts" / "train.log").read_text()

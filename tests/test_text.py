@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import recorded_runs
-import text_worker
+import run_worker
 from collecting import collect
 from conftest import random_params, set_mesh
 from recorded_runs import metrics_of
@@ -229,8 +229,8 @@ def test_every_row_comes_once_an_epoch(last, size, each):
 def alone(tmp_path_factory):
     """A run of three epochs: the corpus, its folder and what it says."""
     folder = tmp_path_factory.mktemp("text")
-    corpus = text_worker.write(folder / "corpus.jsonl")
-    return corpus, folder / "alone", text_worker.learn(str(corpus), str(folder / "alone"), "1,1")
+    corpus = run_worker.write(folder / "corpus.jsonl")
+    return corpus, folder / "alone", run_worker.learn_text(str(corpus), str(folder / "alone"), "1,1")
 
 
 def test_a_run_of_epochs_takes_every_row_once_and_says_where_it_is(alone):
@@ -260,7 +260,7 @@ def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
     shutil.copytree(f"{folder}-cache", f"{again}-cache")
     steps = sorted(int(path.name) for path in (again / "checkpoints").iterdir() if path.name.isdigit())
     shutil.rmtree(again / "checkpoints" / str(steps[-1]))
-    resumed = text_worker.learn(str(corpus), str(again), "1,1")
+    resumed = run_worker.learn_text(str(corpus), str(again), "1,1")
     assert f"resumed from step {steps[-2]}" in (again / "train.log").read_text()
     assert resumed["batches"][1:] == said["batches"][1 + steps[-2] :]
     assert metrics_of(again) == metrics_of(folder)
@@ -271,8 +271,8 @@ def test_a_run_on_text_resumes_as_if_it_had_never_stopped(alone, tmp_path):
 @pytest.mark.wide
 def test_two_processes_train_on_text_as_one_does(alone, tmp_path):
     corpus, folder, together = alone[0], tmp_path / "alone", tmp_path / "together"
-    said = text_worker.learn(str(corpus), str(folder), "2,1")
-    both = processes.run_together(text_worker.__file__, 2, 2, tmp_path, str(corpus), str(together), "2,1")
+    said = run_worker.learn_text(str(corpus), str(folder), "2,1")
+    both = processes.run_together(run_worker.__file__, 2, 2, tmp_path, "learn_text", str(corpus), str(together), "2,1")
     for one in both:
         assert one["batches"] == said["batches"]
         for name, values in said["params"].items():
@@ -300,7 +300,7 @@ def test_a_file_in_the_place_of_tokens_is_an_error_and_not_waited_for(tokenizer,
 # ---- the loss
 
 
-@pytest.mark.parametrize("attention", ["documents", "across"])
+@pytest.mark.parametrize("attention", ["documents", pytest.param("across", marks=pytest.mark.wide)])
 def test_the_loss_of_packed_text_is_that_of_each_document_alone(attention, cfg, tokenizer, tmp_path):
     """In float64, value and gradient; of a last batch with fewer rows, too: the mean over its tokens."""
     width, count = 24, 3
@@ -395,9 +395,9 @@ def test_epochs_in_place_of_steps_are_named_in_words():
 def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
     """kill -9 in the middle of an epoch, where the text is two files: metrics, arrays and held-out loss are the same."""
     for name in ("one", "two"):
-        text_worker.write(tmp_path / f"{name}.jsonl")
+        run_worker.write(tmp_path / f"{name}.jsonl")
     words = [f"task.train={tmp_path}/*.jsonl", f"task.cache={tmp_path}/cache", "evaluation.interval_steps=2"]
-    run = recorded_runs.Run((*text_worker.RUN, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
+    run = recorded_runs.Run((*run_worker.TEXT, *words, "model.mesh_shape=[[2,2],[fsdp,tp]]"))
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert recorded_runs.started(run, whole).wait(timeout=300) == 0
     epochs = [row["train/epoch"] for row in metrics_of(whole)[1:]]
@@ -417,7 +417,7 @@ def test_a_killed_run_on_text_goes_on_to_the_same_bits(tmp_path):
 @pytest.mark.wide
 def test_tensor_parallelism_learns_the_same_of_text(alone, tmp_path):
     corpus, folder, said = alone
-    other = text_worker.learn(str(corpus), str(tmp_path / "tp"), "1,2")
+    other = run_worker.learn_text(str(corpus), str(tmp_path / "tp"), "1,2")
     assert other["batches"] == said["batches"]
     for name, values in said["params"].items():
         np.testing.assert_allclose(other["params"][name], values, atol=1e-5, err_msg=name)

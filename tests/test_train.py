@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from conftest import rows_of as lines
 
 from tunix_lite.basics import plain_text
 from tunix_lite.basics.errors import ConfigError, RunFailed
@@ -74,10 +75,6 @@ def finished(tmp_path_factory):
         patch.setattr(RunDir, "point_latest_here", noting_latest(RunDir.point_latest_here))
         state = train(compose(SHORT), folder)
     return folder, state
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def without_time(row: dict) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import train_worker
+import run_worker
 from processes import LIMIT, own_lines, run_together
 from recorded_runs import metrics_of
 
@@ -52,7 +52,7 @@ IN_CI = (2, "2,2")  # both axes cross between processes or between devices of on
 def alone(tmp_path_factory):
     """One process with four devices, which is what the others must be: its folder, and the parameters afterwards."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, train_worker.learn(str(folder), "4,1")["params"]
+    return folder, run_worker.learn(str(folder), "4,1")["params"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def alone(tmp_path_factory):
 )
 def test_processes_train_as_one_does_on_every_mesh(count, mesh, alone, tmp_path):
     together, (folder, params) = tmp_path / "together", alone
-    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh, limit=LIMIT * count)
+    said = run_together(run_worker.__file__, count, 4, tmp_path, "learn", together, mesh, limit=LIMIT * count)
     assert [one["devices"] for one in said] == [[4, 4 // count]] * count
     for one in said[1:]:
         assert one["params"] == said[0]["params"]
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_other_processes_on_another_mesh(count, mesh, alone, 
     together = tmp_path / "together"
     shutil.copytree(folder, together)
     shutil.rmtree(together / "checkpoints" / "2")
-    said = run_together(train_worker.__file__, count, 4, tmp_path, together, mesh, limit=LIMIT * count)
+    said = run_together(run_worker.__file__, count, 4, tmp_path, "learn", together, mesh, limit=LIMIT * count)
     assert "resumed from step 1" in (together / "train.log").read_text()
     for name, values in params.items():
         np.testing.assert_allclose(said[0]["params"][name], values, atol=1e-5, err_msg=name)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_tokenizer import CHATML, FAMILIES, TOOL, qwen, write
+from test_tokenizer import CHATML, FAMILIES, TOOL, qwen, user, write
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -34,10 +34,6 @@ def made(tmp_path_factory):
     found = {name: FAMILIES[name] for name in ("gemma", "qwen3", "llama3")} | {"chatml": (qwen, CHATML)}
     loaded = {name: Tokenizer.load(make(folder / name, template)) for name, (make, template) in found.items()}
     return loaded | {"bundled": Tokenizer.load(BUNDLED)}
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def answers(random_, name):
