@@ -208,7 +208,7 @@ def scan_blocks(
     return jax.lax.scan(of_number, start, (jnp.arange(len(blocks[0])), *blocks))
 
 
-def column_sizes(most: int) -> list[int]:
+def head_columns(most: int) -> list[int]:
     """The numbers of columns that a head may compute of rows with `most`, the least first."""
     step = max(_LEAST_COLUMNS, -(-most // 8))
     return [*range(step, most, step), most]
@@ -239,6 +239,15 @@ def _of_columns(
     return jax.lax.switch(number, [partial(of_size, size) for size in sizes])
 
 
+def _sizes_of(hidden_BMD: jax.Array, most: jax.Array | None) -> list[int]:
+    columns = hidden_BMD.shape[1]
+    return [columns] if most is None else head_columns(columns)
+
+
+def _first_columns(size: int, most: jax.Array | None, x: jax.Array | SymbolicZero) -> Any:
+    return x if most is None or isinstance(x, SymbolicZero) else x[:, :size]
+
+
 def with_gradients(
     forward: Callable[..., tuple[Any, tuple]],
     slopes: Callable[..., tuple[Callable[[jax.Array, tuple], jax.Array], tuple]],
@@ -250,13 +259,6 @@ def with_gradients(
     table, those of `tables`)) is the cotangent of these products. most: as token_scores takes it,
     where all others are [B, M]; None: all columns are read. add: gets the gradient of each block;
     None: the function gives that of the table."""
-
-    def sizes_of(hidden_BMD: jax.Array, most: jax.Array | None) -> list[int]:
-        columns = hidden_BMD.shape[1]
-        return [columns] if most is None else column_sizes(columns)
-
-    def first_columns(size: int, most: jax.Array | None, x: jax.Array | SymbolicZero) -> Any:
-        return x if most is None or isinstance(x, SymbolicZero) else x[:, :size]
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def results(
@@ -276,10 +278,10 @@ def with_gradients(
         *others: jax.Array,
     ) -> tuple[Any, tuple]:
         def of_first(size: int) -> tuple[tuple, None]:
-            first = partial(first_columns, size, most)
+            first = partial(_first_columns, size, most)
             return forward(spec, first(hidden_BMD), table_NPSD, *map(first, others)), None
 
-        sizes = sizes_of(hidden_BMD, most)
+        sizes = _sizes_of(hidden_BMD, most)
         return _of_columns(of_first, sizes, most)[0]
 
     def with_residuals(
@@ -304,10 +306,10 @@ def with_gradients(
         zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
         # what the gradients of each number of columns are made of
-        sizes = sizes_of(hidden_BMD, most)
+        sizes = _sizes_of(hidden_BMD, most)
         of_sizes = {}
         for size in sizes:
-            first = partial(first_columns, size, most)
+            first = partial(_first_columns, size, most)
             hidden, *rest = jax.tree.map(first, (hidden_BMD, others, sums, cotangents))
             slope_of, tables = slopes(spec, *rest)
             of_sizes[size] = hidden, slope_of

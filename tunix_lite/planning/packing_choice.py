@@ -12,7 +12,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Batch
 from tunix_lite.learner import packing
 from tunix_lite.models import decoder
-from tunix_lite.models.vocabulary import column_sizes
+from tunix_lite.models.vocabulary import head_columns
 from tunix_lite.planning.flops import forward_flops, recurrence_flops
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.settings.config import RunConfig, packings_of, reduction_of
@@ -148,7 +148,7 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     packed = packing.packed(batch, *sizes)
     parts = int(packed.num_micro_batches)
     # of each micro-batch the head computes the columns that its rows need
-    sizes = np.asarray(column_sizes(packed.row_shape.num_scored))
+    sizes = np.asarray(head_columns(packed.row_shape.num_scored))
     scored = sizes[np.searchsorted(sizes, packed.most_scored[:parts])].mean()
     width = packed.row_shape.width
     return _RowWork(parts, rows.rows_per_micro_batch * fsdp, width, scored, tokens)

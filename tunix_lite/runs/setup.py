@@ -271,7 +271,7 @@ def prepare(
             run = replace(run, task=with_commits_of(theirs, run.task))
     parts = find_parts(run) if checked is None else checked
     if checked is None and jax.process_index() == 0:
-        parts = replace(parts, failing=_failing_rewards(run, parts))
+        parts = replace(parts, failing=_failing_rewards(parts))
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -294,7 +294,7 @@ def prepare(
         differs = check_resumed(parts, RunDir(resume_from.parent), downloads)
         parts = replace(parts, differs=differs)
     if resume_from == run_dir.checkpoints:
-        parts = replace(parts, damaged=_damaged_files(run, run_dir))
+        parts = replace(parts, damaged=_damaged_files(run_dir, run.resume.force))
     if not downloads:
         return parts
     with error_context("resume"):
@@ -302,9 +302,10 @@ def prepare(
     return replace(parts, reference=reference)
 
 
-def _failing_rewards(run: RunConfig, parts: Parts) -> str:
+def _failing_rewards(parts: Parts) -> str:
     """Calls the user's rewards on made-up completions of an example, and says which of them fail.
     Raises ConfigError where the settings do not let the run go on without them."""
+    run = parts.resolved.run
     if run.algorithm.needs.is_sampled:
         example = parts.task.batch(parts.batch.prompts, run.seed, 0)[0]
     elif run.evaluation.num_examples:
@@ -321,7 +322,7 @@ def _failing_rewards(run: RunConfig, parts: Parts) -> str:
     return failing
 
 
-def _damaged_files(run: RunConfig, run_dir: RunDir) -> str:
+def _damaged_files(run_dir: RunDir, force: bool) -> str:
     """Says what is damaged in the folder of a run that goes on there. Raises ConfigError where a
     step is missing in metrics.jsonl, unless resume.force=true."""
     _, _, began, damage = read_status(run_dir.status)
@@ -333,7 +334,7 @@ def _damaged_files(run: RunConfig, run_dir: RunDir) -> str:
     try:
         check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
     except ValueError as error:
-        if not run.resume.force:
+        if not force:
             raise ConfigError(
                 f"resume: {error}. Put the file back from a copy; or resume.force=true goes on "
                 "with the steps that can be read, and keeps what cannot be in "
