@@ -200,6 +200,27 @@ def test_an_update_of_many_weights_has_one_array_as_large_as_they_are(monkeypatc
     assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * (8 * 50_000 * 4)
 
 
+def test_in_place_the_change_of_a_weight_is_made_in_parts(monkeypatch):
+    """By its compiler: a quarter of the only weight at once. All else is where it lay; and the numbers are those of
+    `apply`."""
+    monkeypatch.setattr(update, "_AT_ONCE", 5_000)
+    set_mesh(1, 1)
+    rng = np.random.default_rng(0)
+    params, grads = ({"x": jnp.asarray(rng.normal(size=(200, 100)), jnp.float32)} for _ in range(2))
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1), max_steps=2)
+    state = TrainState(jnp.int32(0), params, init_opt_state(optimizer, params))
+
+    def compiled(change):
+        change = jax.jit(partial(change, optimizer), donate_argnums=0, compiler_options=LEAST_MEMORY["cpu"])
+        return change.lower(state, grads, jnp.float32(0.0)).compile()
+
+    in_place, plain = compiled(update.apply_in_place), compiled(update.apply)
+    weight = 200 * 100 * 4
+    assert weight / 4 <= in_place.memory_analysis().temp_size_in_bytes < 0.3 * weight
+    both = [change(jax.tree.map(jnp.copy, state), grads, jnp.float32(0.0)) for change in (in_place, plain)]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *both)
+
+
 def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(monkeypatch):
     """By its compiler: no array beside the sum is as large as the table, here 8,192 x 64 in 16 blocks. The numbers are
     those of a gradient of the whole table that is added to the sum, to the bit."""

@@ -38,6 +38,9 @@ DROPOUT = 0xD0
 # and rounding
 ROUNDING = 0x70D
 
+# numbers of a weight's change that a CPU holds at once for their norm
+_AT_ONCE = 2**27
+
 # (optimizer, state, gradients, loss) -> (new state, metrics)
 Apply = Callable[..., tuple[TrainState, Metrics]]
 
@@ -237,21 +240,32 @@ def apply_in_place(
     optimizer: optax.GradientTransformation, state: TrainState, grads: Params, loss: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """`apply` with less memory on a CPU, where XLA would keep all changes and new moments until it
-    is known whether they are finite. Here it makes the changes one weight after the other, for
-    their norm alone, and makes them again in place, from masked arrays: the optimizer is traced
-    three times."""
+    is known whether they are finite. Here it makes the changes part by part, for their norm
+    alone, and makes them again in place: the optimizer is traced three times or more."""
 
     def on_cpu(
         state: TrainState, grads: Params, loss: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        updates, _ = optimizer.update(grads, state.opt_state, state.params)
-        is_finite, metrics = _norms_of(grads, jax.tree.map(unfused, updates), loss)
+        # The changes, for their norm: of each weight as many parts as the largest needs.
+        count = -(-max(x.size for x in jax.tree.leaves(grads)) // _AT_ONCE)
+
+        def part(i: int, u: jax.Array) -> jax.Array:
+            return unfused(jnp.array_split(jnp.atleast_1d(u), count)[i])
+
+        parts = []
+        after = loss
+        for i in range(count):
+            # Of the same moments as before XLA would compute, and keep, whole changes once.
+            opt_state, _ = unfused((state.opt_state, after))
+            updates, _ = optimizer.update(grads, opt_state, state.params)
+            parts.append(jax.tree.map(partial(part, i), updates))
+            after = optax.tree.norm(parts[-1])
+        is_finite, metrics = _norms_of(grads, parts, loss)
 
         def moved(is_finite: jax.Array) -> TrainState:
-            arrays = (grads, state.opt_state, state.params)
-            # Of the same arrays as above XLA would compute, and keep, the changes once.
-            arrays = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), arrays)
-            updates, opt_state = optimizer.update(*arrays)
+            # Of the same gradients as above XLA would compute, and keep, the changes once.
+            grads_again, _ = unfused((grads, is_finite))
+            updates, opt_state = optimizer.update(grads_again, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             new = state.replace(params=params, opt_state=opt_state)
             return jax.tree.map(partial(jnp.where, is_finite), new, state)
