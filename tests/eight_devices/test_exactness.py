@@ -230,7 +230,7 @@ WAYS = [
     ("plain", {}, {}),
     ("plain", BASIC, {}),
     ("plain", BASIC | {"sync_every": 2}, {}),
-    ("plain", BASIC | {"sync_every": 4}, {}),
+    ("plain", BASIC | {"sync_every": 4, "remat": "save_most"}, {}),
     ("plain", {"fsdp": 8, "parts": 2, "sync_every": 2, "remat": "dots"}, {"blocks": 4}),
     ("plain", {"fsdp": 8, "packing": "prefix", "remat": "block", "rules": REPLICATED}, {}),
     ("head", {"fsdp": 2, "tp": 4, "parts": 2, "packing": "sequences", "remat": "block", "rules": SEQ}, {"blocks": 3, "pieces": 3}),

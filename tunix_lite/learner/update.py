@@ -248,13 +248,17 @@ def apply_in_place(
     ) -> tuple[TrainState, Metrics]:
         # The changes, for their norm: of each weight as many parts as the largest needs.
         count = -(-max(x.size for x in jax.tree.leaves(grads)) // _AT_ONCE)
+
+        def part(i: int, u: jax.Array) -> jax.Array:
+            return unfused(jnp.array_split(jnp.atleast_1d(u), count)[i])
+
         parts = []
         after = loss
         for i in range(count):
             # Of the same moments as before XLA would compute, and keep, whole changes once.
             opt_state, _ = unfused((state.opt_state, after))
             updates, _ = optimizer.update(grads, opt_state, state.params)
-            parts.append(jax.tree.map(lambda u, i=i: unfused(_part(u, i, count)), updates))
+            parts.append(jax.tree.map(partial(part, i), updates))
             after = optax.tree.norm(parts[-1])
         is_finite, metrics = _norms_of(grads, parts, loss)
 
@@ -273,11 +277,6 @@ def apply_in_place(
 
     elsewhere = partial(apply, optimizer)
     return jax.lax.platform_dependent(state, grads, loss, cpu=on_cpu, default=elsewhere)
-
-
-def _part(x: jax.Array, i: int, count: int) -> jax.Array:
-    """Part i of the rows of x, cut into `count` parts; of a number one part is all."""
-    return jnp.array_split(jnp.atleast_1d(x), count)[i]
 
 
 def _norms_of(grads: Params, updates: Params, loss: jax.Array) -> tuple[jax.Array, Metrics]:

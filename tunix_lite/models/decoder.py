@@ -457,9 +457,11 @@ REMAT = {
     # would copy each kept array once more.
     "save_all": None,
     # every product
-    "none": _and_kernels(KEPT("product", "scores", "attended", "routes")),
+    "none": _and_kernels(KEPT("product", "out", "scores", "attended", "routes")),
+    # every product but attention's scores and what o makes of its values
+    "save_most": _and_kernels(KEPT("product", "attended", "routes")),
     # products with weights, nothing within attention
-    "dots": KEPT("product", "routes"),
+    "dots": KEPT("product", "out", "routes"),
     # inputs and outputs of attention
     "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended", "routes")),
     # the input of each layer, and which experts its tokens have
@@ -654,7 +656,7 @@ class Products:
 
     def out(self, attended_BTNH: jax.Array, w: dict[str, Any]) -> jax.Array:
         """Returns the output of attention for the residual stream, [B, T, D]."""
-        return project(attended_BTNH, w["o"], 2, self.tp_reduce_dtype)
+        return project(attended_BTNH, w["o"], 2, self.tp_reduce_dtype, "out")
 
     def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
         """activation(gate(x)) * up(x), [B, T, F]."""

@@ -389,6 +389,7 @@ class MemoryEstimate:
                 "block": 0,
                 "save_qkv_out": qkv + attended_out,
                 "dots": products,
+                "save_most": products + attended_out - residual,
                 "none": products + attended_out,
                 "save_all": 3 * mlp + 4 * residual + 2 * heads_of_token,
             }
