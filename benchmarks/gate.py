@@ -48,7 +48,7 @@ from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.programs import lowered
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.runs.experience import TaskExperience
 from tunix_lite.settings.compose import compose
 from tunix_lite.settings.resolved_parts import abstract, mesh_of_run
 from tunix_lite.settings.resolved_run import find_model, resolve_run
@@ -217,20 +217,20 @@ def run() -> dict[str, float]:
     """Four steps of a run whose completions all fit into one chunk, so that no token decides a count."""
     settings = ["generation.max_new_tokens=8", "training.max_steps=4", "rollout.num_slots=16"]
     at_step = []
-    take = FreshExperience.take
+    take = TaskExperience.take
 
     def noting(self, *args):
         at_step.append(Counter(counts))
         return take(self, *args)
 
-    FreshExperience.take = noting
+    TaskExperience.take = noting
     try:
         # What the run prints is of no interest here.
         quiet = redirect_stdout(io.StringIO())
         with tempfile.TemporaryDirectory() as folder, quiet, counted() as counts:
             train(compose([*TINY, *settings, "model.mesh_shape=[[1,1],[fsdp,tp]]"]), folder)
     finally:
-        FreshExperience.take = take
+        TaskExperience.take = take
     a_step = {name: at_step[3][name] - at_step[2][name] for name in ("arrays_read", "arrays_written")}
     late = counts["programs_compiled"] - at_step[2]["programs_compiled"]
     return {"programs_compiled": counts["programs_compiled"], "programs_compiled_after_2_steps": late, **a_step}

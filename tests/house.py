@@ -444,8 +444,8 @@ def traced(root: Path = ROOT) -> dict[tuple[str, str], int]:
         if code.co_qualname == "TrainStep.update":
             (tracing.add if event == "call" else tracing.discard)(threading.get_ident())
         if event == "call":
-            takes[code.co_qualname] += code.co_qualname == "FreshExperience.take"
-            if takes["FreshExperience.take"] == 2 or threading.get_ident() in tracing:
+            takes[code.co_qualname] += code.co_qualname == "TaskExperience.take"
+            if takes["TaskExperience.take"] == 2 or threading.get_ident() in tracing:
                 seen.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     settings = ["training.max_steps=3", "evaluation.num_examples=0", "rewards.workers=0"]

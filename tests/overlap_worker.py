@@ -75,7 +75,7 @@ class Numbers(SimpleNamespace):
     def grader(self, examples, num_generations=1):
         return Grades()
 
-    def partner(self, examples):
+    def partner(self, examples, num_generations=1):
         return None
 
 

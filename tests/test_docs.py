@@ -526,7 +526,8 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
     mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
     rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
     rewards_PG = np.array([[0.0, 1.0], [1.0, 1.0]])
-    groups = Groups(rollout, None, rewards_PG, np.ones((2, 2), bool), {"reward/mean": 0.75})
+    graded = SimpleNamespace(turn_discount=None)
+    groups = Groups(rollout, graded, rewards_PG, np.ones((2, 2), bool), {"reward/mean": 0.75})
     batch, metrics = algorithm.batch_of(None, None, None, [{}, {}], groups)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Conversation, Rollout, SampledTurn
 from tunix_lite.environments.bundled_tools import calculator
@@ -174,6 +175,14 @@ def test_what_failed_or_reached_a_limit_is_worth_what_the_settings_say(tokenizer
     assert graded.dropped.tolist() == dropped
     assert graded.metrics["conversation/ended_by_failed"] == pytest.approx(1 / 3)
     assert graded.metrics["conversation/failed_by_error"] == pytest.approx(1 / 3)
+
+
+def test_a_conversation_without_room_for_its_end_is_compared_and_not_learned_from(tokenizer):
+    with open_task(tokenizer, Hears(), on_limit="mask") as task:
+        groups = Groups.of(*hold(task, [["1", "stop"], ["1", "2"]]), 2)
+    assert [one.ended for one in groups.rollout.conversations] == ["done", "turns"]
+    assert np.isfinite(groups.rewards_PG).all()
+    assert groups.learned_PG.tolist() == [[True, False]]
 
 
 class Unreadable:

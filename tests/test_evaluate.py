@@ -32,6 +32,7 @@ def test_groups_are_counted_by_what_their_rewards_are():
         "reward/groups_all_zero": 1 / 6,
         "reward/groups_all_one": 2 / 6,
         "reward/groups_mixed": 1 / 6,
+        "reward/groups_that_agree": 5 / 6,
     }
 
 

@@ -13,8 +13,9 @@ from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.algorithms.groups import Groups, turn_advantages
 from tunix_lite.algorithms.sampling import sample_groups
 from tunix_lite.basics.types import Batch, Conversation, Graded, Rollout, SampledTurn, TurnReply
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.runs.experience import TaskExperience
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def source(algorithm, prompts=2):
         batch=batch,
         prompts=lambda examples: [example["n"] for example in examples],
         grader=lambda examples, G: SimpleNamespace(submit=None, results=grades),
-        partner=lambda examples: None,
+        partner=lambda examples, G: None,
     )
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts))
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
@@ -71,7 +72,7 @@ def source(algorithm, prompts=2):
     resolved = SimpleNamespace(rows=RowLayout())
     policy = Policy(generate, None)
     learner = SimpleNamespace(policy=policy, seed_key=jax.random.key(0), overlap=None, resolved=resolved)
-    return FreshExperience(session, learner)
+    return TaskExperience(session, learner)
 
 
 @pytest.fixture(autouse=True)
@@ -143,12 +144,12 @@ def two_conversations(credit: str, discount: float = 1.0) -> Groups:
     )
     rewards = np.array([4.0, 2.0])
     dropped = np.zeros(2, bool)
-    graded = Graded(["", ""], ["", ""], rewards, dropped, [None] * 2, {}, dropped, turn_rewards=[[1.0, 3.0], [2.0]])
-    settings = SimpleNamespace(credit=credit, discount=discount, on_limit="keep")
+    settings = ConversationConfig(credit=credit, discount=discount)
+    how = {"turn_rewards": [[1.0, 3.0], [2.0]], "turn_discount": settings.turn_discount}
+    graded = Graded(["", ""], ["", ""], rewards, dropped, [None] * 2, {}, dropped, **how)
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
     task = SimpleNamespace(grader=lambda examples, G: grader, prompts=lambda examples: [[0]])
-    task.conversation = settings
-    task.partner = lambda examples: "answers"
+    task.partner = lambda examples, G: "answers"
     policy = Policy(lambda *_, **__: rollout, None)
     return sample_groups(policy, task, {}, [{}], None, 2)
 

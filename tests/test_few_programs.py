@@ -15,7 +15,7 @@ from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import _results as results
 from tunix_lite.runs import watch
-from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.runs.experience import TaskExperience
 from tunix_lite.settings import resolved_run as resolved
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
@@ -60,13 +60,13 @@ def compiled(monkeypatch):
         if is_open[0] and event == "/jax/core/compile/backend_compile_duration" and fun_name != "jit(slice)":
             by_step.setdefault(at[0], []).append(fun_name)
 
-    take = FreshExperience.take
+    take = TaskExperience.take
 
     def noting(self, step, params):
         at[0] = step + 1
         return take(self, step, params)
 
-    monkeypatch.setattr(FreshExperience, "take", noting)
+    monkeypatch.setattr(TaskExperience, "take", noting)
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield by_step, at
     is_open[0] = False
@@ -90,7 +90,7 @@ def test_nothing_compiles_after_the_second_step_and_a_late_compilation_is_named_
     """Prompts of several widths, caches of several sizes, an evaluation in the middle. Later steps take widths that
     the first two did not. A program that step 2 compiles takes 0.3 s in a model of a compiler."""
     by_step, at = compiled
-    take = FreshExperience.take
+    take = TaskExperience.take
 
     def slow(x):
         time.sleep(0.3)
@@ -101,7 +101,7 @@ def test_nothing_compiles_after_the_second_step_and_a_late_compilation_is_named_
             jax.jit(slow)(1.0)
         return take(self, step, params)
 
-    monkeypatch.setattr(FreshExperience, "take", late)
+    monkeypatch.setattr(TaskExperience, "take", late)
     monkeypatch.setattr(watch, "LONG_COMPILATION", 0.0)
     taken = {name: {} for name in ("prompts", "columns")}
     start_chunk, padded_width = engine.Engine.start_chunk, engine.padded_width

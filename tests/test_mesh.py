@@ -35,7 +35,7 @@ class EvenTask:
     def grader(self, group, num_generations=1):
         return SimpleNamespace(submit=lambda row, tokens: None, results=self.results)
 
-    def partner(self, examples):
+    def partner(self, examples, num_generations=1):
         return None
 
     def results(self, rollout):

@@ -28,6 +28,7 @@ from tunix_lite.basics.errors import ConfigError
 from tunix_lite.basics.types import Graded, Rollout, RowBatch, TokenScores
 from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.settings.compose import compose
+from tunix_lite.tasks.grading import group_metrics
 
 WIDTH = 9
 NO_BOUNDS = {"clip_low": None, "clip_high": None}
@@ -196,19 +197,19 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
         lp = np.where(mask, -1.0 - 0.01 * tokens, 0).astype(np.float32)
         return Rollout(tokens, mask | (np.arange(T) == 0), mask, lp - 0.5, finished.astype(np.int8), lp)
 
-    def results(rollout):
+    def results(rollout, G):
         r = state.now
         metrics = {"reward/mean": float(r.mean()), "reward/std": float(r.std()), "time/rewards": 1.0}
+        metrics |= group_metrics(r, np.isnan(r), [[*range(row, row + G)] for row in range(0, len(r), G)])
         texts = [str(x) for x in r]
         nothing = [{}] * len(r)
         of_each = {"a": r}, {"a": 1.0}, nothing, rollout, nothing
         return Graded(texts, texts, r, r > 0, texts, metrics, np.isnan(r), *of_each)
 
-    grader = SimpleNamespace(submit=None, results=results)
     task = SimpleNamespace(
-        grader=lambda group, G: grader,
+        grader=lambda group, G: SimpleNamespace(submit=None, results=partial(results, G=G)),
         prompts=lambda examples: list(examples),
-        partner=lambda examples: None,
+        partner=lambda examples, G: None,
         long_prompts="error",
     )
     scorer = lambda batch: np.asarray(batch.old_logprobs) - 0.25  # noqa: E731
@@ -518,7 +519,7 @@ def test_duplicated_prompts_are_groups_of_their_own():
     task.grader = lambda examples, G: seen.append((len(examples), G)) or grader
     twice = {"n": 0}
     batch, *_ = collect(GRPO(num_generations=2), policy, task, None, [twice, twice], jax.random.key(0))
-    assert seen == [(4, 2)]
+    assert seen == [(2, 2)]
     np.testing.assert_allclose(batch.advantages[2:], 0)
 
 

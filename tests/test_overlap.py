@@ -278,9 +278,8 @@ class Talks(Numbers):
     """The same with an environment, which answers `delay` polls after a turn."""
 
     delay = 0
-    conversation = SimpleNamespace(credit="end", discount=1.0, on_limit="keep")
 
-    def partner(self, examples):
+    def partner(self, examples, num_generations=1):
         return Answers(delay=self.delay, max_turns=3, max_turn_tokens=5)
 
 

@@ -29,6 +29,7 @@ from tunix_lite.basics.types import (
     TrainState,
     TurnReply,
 )
+from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.inference.language_model import load
 from tunix_lite.learner.critic import both_optimizers, token_values, with_critic, with_values
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer, num_updates
@@ -123,12 +124,12 @@ def collected(algorithm: PPO, rollout: Rollout, rewards, credit: str = "end", va
         {},
         np.isnan(rewards),
         turn_rewards=turns,
+        turn_discount=ConversationConfig(credit=credit).turn_discount,
     )
     task = SimpleNamespace(
         prompts=lambda examples: [[1]] * len(examples),
-        partner=lambda examples: None,
+        partner=lambda examples, G: None,
         grader=lambda examples, count: SimpleNamespace(submit=None, results=lambda rollout: graded),
-        conversation=SimpleNamespace(credit=credit, discount=1.0, on_limit="keep"),
     )
 
     def give(values, batch):

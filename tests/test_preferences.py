@@ -22,7 +22,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill, after_prompts
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.basics.errors import ConfigError
-from tunix_lite.basics.types import Batch, Rollout, TokenScores
+from tunix_lite.basics.types import Batch, Graded, Rollout, TokenScores
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
@@ -119,10 +119,10 @@ def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
     mask = np.array([[False, True, True], [False, True, False]])
     old = np.where(mask, -2.0, 7.0)
     rollout = Rollout(np.ones((2, 3), int), np.ones((2, 3), bool), mask, old, np.ones(2), old)
-    graded = SimpleNamespace(rewards=np.zeros(2), dropped=np.zeros(2, bool), metrics={}, each={}, weights={})
+    graded = Graded([], [], np.zeros(2), np.zeros(2, bool), [], {}, np.zeros(2, bool))
     task = SimpleNamespace(
         prompts=lambda examples: None,
-        partner=lambda examples: None,
+        partner=lambda examples, G: None,
         grader=lambda examples, G: SimpleNamespace(submit=None, results=lambda rollout: graded),
     )
     likes = {"first": np.array([[0, -1, -3], [0, -5, 0]]), "second": np.array([[0, -2, -1.5], [0, -4, 0]])}

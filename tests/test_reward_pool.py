@@ -83,7 +83,8 @@ def judge(texts, examples=None, say=lambda text: None, settings=ZERO, num_genera
     """What a task with these functions, `faulty` alone by default, says of completions."""
     task = task_of(texts, **functions)
     with task.with_workers(settings, say) as task:
-        return task.grade(examples or [{}] * len(texts), said(len(texts)), num_generations or len(texts))
+        G = num_generations or (1 if examples else len(texts))
+        return task.grade(examples or [{}] * (len(texts) // G), said(len(texts)), G)
 
 
 def task_of(texts, rewards=None, correct=faulty, extract=shown) -> Task:
@@ -379,8 +380,7 @@ RANKED = {"length": Reward(length, 0.0), "rank": Reward(ranked, 2.0, group=True)
 
 
 def three_examples(**second) -> list[dict]:
-    first, middle, last = {"n": 1}, {"n": 2, **second}, {"n": 3}
-    return [first] * 3 + [middle] * 3 + [last] * 3
+    return [{"n": 1}, {"n": 2, **second}, {"n": 3}]
 
 
 def test_a_reward_ranks_the_completions_of_each_group():

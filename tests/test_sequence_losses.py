@@ -17,7 +17,7 @@ from collecting import collect
 from model_checks import groups, layout_of
 
 from tunix_lite.algorithms.algorithm import Needs, Policy
-from tunix_lite.basics.types import Rollout, TokenScores
+from tunix_lite.basics.types import Graded, Rollout, TokenScores
 from tunix_lite.learner.rows import RowLayout
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "extend" / "example"
@@ -100,15 +100,16 @@ def test_the_leave_one_out_baseline_is_that_of_the_others_by_hand():
     rewards = np.array([1.0, 2.0, 6.0, 0.0, np.nan, 1.0])
     completion = np.array([[False, True, True], [False, True, False]] * 3)
     rollout = Rollout(np.ones((6, 3), int), np.ones((6, 3), bool), completion, None, None, np.zeros((6, 3)))
-    graded = SimpleNamespace(rewards=rewards, dropped=np.isnan(rewards), metrics={}, each={}, weights={})
+    graded = Graded([], [], rewards, rewards > 0, [], {}, np.isnan(rewards))
     policy = Policy(lambda *_, **__: rollout, None)
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
-    task = SimpleNamespace(grader=lambda group, G: grader, prompts=lambda examples: None, partner=lambda examples: None)
+    task = SimpleNamespace(
+        grader=lambda group, G: grader, prompts=lambda examples: None, partner=lambda examples, G: None
+    )
     algorithm = example("leave_one_out").LeaveOneOut(num_generations=3)
-    batch, metrics, _ = collect(algorithm, policy, task, None, [{}, {}], None)
+    batch, _, _ = collect(algorithm, policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.advantages[:, 0], [-3, -1.5, 4.5, -1, 0, 1])
     np.testing.assert_allclose(batch.loss_weight, completion / 7 * ~np.isnan(rewards)[:, None])
-    assert metrics["reward/groups_that_agree"] == 0
     logprobs = jnp.full((6, 3), -2.0)
     # tokens that count: two of row 0, 2, one of 1, 3, 5: 2 (-3) - 1.5 + 2 (4.5) - 1 + 1 = 1.5; times 2 / 7
     np.testing.assert_allclose(algorithm.loss(TokenScores(logprobs, logprobs), batch)[0], 2 * 1.5 / 7, rtol=1e-6)

@@ -30,7 +30,7 @@ from tunix_lite.learner.optim import learning_rates
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.report.comparison import result_lines
 from tunix_lite.report.evidence import read_evidence
-from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.runs.experience import TaskExperience
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Job
@@ -309,7 +309,7 @@ def test_the_evaluation_of_every_step_leaves_its_completions_from_step_0_on(fini
 
 def not_finite(monkeypatch, rollouts: tuple[int, ...]) -> None:
     """Batches of these rollouts, counted from 0 in this process, hold an advantage that is no number."""
-    really, numbers = FreshExperience._collect, itertools.count()
+    really, numbers = TaskExperience.collect, itertools.count()
 
     def collect(self, *arguments):
         batch, *rest = really(self, *arguments)
@@ -319,7 +319,7 @@ def not_finite(monkeypatch, rollouts: tuple[int, ...]) -> None:
             batch = batch.replace(advantages=advantages)
         return batch, *rest
 
-    monkeypatch.setattr(FreshExperience, "_collect", collect)
+    monkeypatch.setattr(TaskExperience, "collect", collect)
 
 
 def test_a_run_that_diverges_skips_steps_saves_what_it_has_and_goes_on_only_with_other_settings(tmp_path, monkeypatch):
@@ -590,14 +590,14 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling_a
 
 def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, monkeypatch):
     """vllm#14483: rewards rose with one sampler and not with another, and nothing was said."""
-    really = Learner.policy_params
+    really = Learner.acting_params
 
     def stale(self, state):
         """Scores of 0.3 in size become scores of 6."""
         params = really(self, state)
         return params | {"embed": 20 * params["embed"]} if int(state.step) == 1 else params
 
-    monkeypatch.setattr(Learner, "policy_params", stale)
+    monkeypatch.setattr(Learner, "acting_params", stale)
     run = compose([*SHORT, "training.save_interval_steps=1", "evaluation.num_examples=0", "training.max_steps=2"])
     with pytest.raises(RunFailed, match=r"step 2: .* differ by [\d.]+ nats a token .* training.max_sampler_gap=0.5 is"):
         train(run, tmp_path)

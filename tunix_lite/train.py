@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from tunix_lite.basics.types import TrainState
-from tunix_lite.runs.experience import ExperienceSource, FreshExperience
+from tunix_lite.runs.experience import ExperienceSource, TaskExperience
 from tunix_lite.runs.learner import Learner, build_learner
 from tunix_lite.runs.session import Job, Session, open_run
 from tunix_lite.runs.watch import StepDone, Watch
@@ -19,7 +19,7 @@ def train(
     run: RunConfig,
     folder: str | Path,
     job: Job | None = None,
-    make_source: Callable[[Session, Learner], ExperienceSource] = FreshExperience,
+    make_source: Callable[[Session, Learner], ExperienceSource] = TaskExperience,
 ) -> TrainState:
     """Train as `run` says, and keep everything in `folder`. Returns the last state.
 
@@ -58,7 +58,7 @@ def fit(
     for step in range(int(state.step), max_steps):
         with watch.step(step):
             # Experience: prompts -> completions -> rewards -> advantages, in rows on the mesh.
-            experience = source.take(step, learner.policy_params(state))
+            experience = source.take(step, learner.acting_params(state))
             update = learner.compile_update(state, experience.rows)
 
             # Update: the old state is donated; where a number is not finite nothing moves.

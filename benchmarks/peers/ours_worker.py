@@ -59,7 +59,7 @@ class MadeUpTask:
     def prompts(self, examples: list[dict]) -> list[list[int]]:
         return self.tokens
 
-    def partner(self, examples: list[dict]) -> None:
+    def partner(self, examples: list[dict], num_generations: int = 1) -> None:
         """No environment."""
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> "MadeUpTask":

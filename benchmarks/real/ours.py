@@ -23,7 +23,7 @@ import numpy as np
 from tunix_lite import api
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.runs.experience import ExperienceSource, FreshExperience
+from tunix_lite.runs.experience import ExperienceSource, TaskExperience
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import find_parts
@@ -143,7 +143,7 @@ def source_of(session: Session, learner: Learner) -> ExperienceSource:
     examples = task.batch(session.parts.resolved.batch.prompts, 0, 0)
     ready(0 if TURNS[0].work["race"] == "text" else sum(map(len, task.prompts(examples))))
     TURNS[0].wait()
-    return FreshExperience(session, learner)
+    return TaskExperience(session, learner)
 
 
 def learn() -> None:

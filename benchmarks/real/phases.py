@@ -40,7 +40,7 @@ from tunix_lite.inference.language_model import load
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning.hardware import attached_machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.runs.experience import Experience, ExperienceSource, FreshExperience
+from tunix_lite.runs.experience import Experience, ExperienceSource, TaskExperience
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
 from tunix_lite.settings.resolved_run import find_model
@@ -106,7 +106,7 @@ def ended(phase: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Source(FreshExperience):
+class Source(TaskExperience):
     """Experience of the task, with the ends of its phases."""
 
     def compile_ahead(self, state: api.TrainState) -> None:

@@ -48,14 +48,23 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores a batch: [B, T] float32, an array of the host; 0 where no token counts. It may have
-    more sequences than an update: they are scored in parts as large as that. Frozen
-    weights, such as those of the reference, are its own: it takes the batch alone. Others, such as
-    today's, come before the batch. compiled: its program for rows, or for their shapes."""
+    """Scores a batch under frozen weights of its own, such as those of the reference: [B, T]
+    float32, an array of the host; 0 where no token counts. A batch may have more sequences than an
+    update: they are scored in parts as large as that."""
 
-    def __call__(self, *arguments: Params | Batch) -> np.ndarray: ...
+    def __call__(self, batch: Batch) -> np.ndarray: ...
 
-    def compiled(self, *arguments: Params | RowBatch) -> Any: ...
+    def compiled(self, batch: RowBatch) -> jax.stages.Compiled:
+        """Its program for rows, or for their shapes."""
+
+
+class Rescorer(Protocol):
+    """A Scorer of weights that come with the batch, such as today's."""
+
+    def __call__(self, params: Params, batch: Batch) -> np.ndarray: ...
+
+    def compiled(self, params: Params, batch: RowBatch) -> jax.stages.Compiled:
+        """Its program for these arguments, or for their shapes."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,13 @@ class Policy:
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
     # (params, batch) -> `scores` for use in `batch_of`; an algorithm that calls it says
     # Needs(rescore=True)
-    rescore: Scorer | None = None
+    rescore: Rescorer | None = None
     # batch -> the batch with what the update needs, so that `scores` have divergence; None: no
     # comparison
     compare: Callable[[Batch], Batch] | None = None
     # (params, batch) -> values of the critic, so that `scores` have values; None: `needs.critic`
     # names none
-    values: Scorer | None = None
+    values: Rescorer | None = None
 
 
 class _GroupGrader(Protocol):
@@ -103,8 +112,7 @@ class _GroupGrader(Protocol):
 
 
 class TaskInterface(Protocol):
-    """All that an algorithm may ask of a task (tasks/task.py). One with an environment also has
-    `conversation`, its settings."""
+    """All that an algorithm may ask of a task (tasks/task.py)."""
 
     long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
 
@@ -117,18 +125,17 @@ class TaskInterface(Protocol):
         """The same with another message; {names} are fields of the example. max_length: tokens of
         it; None: as many as of any prompt."""
 
-    def partner(self, examples: list[dict]) -> Any | None:
-        """What answers the turns of one conversation per example, for policy.generate; None: the
-        task has no environment."""
+    def partner(self, examples: list[dict], num_generations: int = 1) -> Any | None:
+        """What answers the turns of conversations, for policy.generate: num_generations for each
+        example, side by side. None: the task has no environment."""
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> _GroupGrader:
-        """Grades one completion per example: repeat an example for each of its completions.
-        num_generations: completions of a group, side by side."""
+        """Grades num_generations completions of each example, a group, side by side."""
 
     def grade(
         self, examples: list[dict], rollout: Rollout, num_generations: int = 1
     ) -> Graded:
-        """Grades all at once: one completion per example."""
+        """Grades all at once: num_generations completions of each example, side by side."""
 
     def demonstrations(
         self, examples: list[dict], name: str = "completion"

@@ -132,7 +132,7 @@ class Distill:
         if getattr(settings, "prompt", None) is not None:
             prompts = task.prompts_with(examples, settings.prompt, settings.max_prompt_length)
             of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
-            first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
+            first = int(groups.rollout.completion_mask.any(axis=0).argmax())
             seen = after_prompts(batch, first, of_each)
         # the run stores what the teacher finds of them, and the update compares
         if self.comparison is not None:

@@ -78,7 +78,7 @@ class DPO:
                 metrics["prompts/truncated"] = task.truncated(examples)
         else:
             rollout = groups.rollout
-            arrays = rollout.tokens, rollout.token_mask, np.asarray(rollout.completion_mask)
+            arrays = rollout.tokens, rollout.token_mask, rollout.completion_mask
             chosen, rejected = _best_and_worst(groups)
             metrics = groups.metrics | {"reward/pairs": len(chosen) / len(examples)}
 
@@ -117,7 +117,7 @@ def _best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the rollout that have the highest and the lowest reward of their group, the first
     of equals; of groups that agree, or have no tokens in the two, none."""
     G = groups.rewards_PG.shape[1]
-    lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
+    lengths = groups.rollout.completion_mask.sum(axis=1)
     # a dropped completion is neither best nor worst
     highest_PG = np.where(groups.kept_PG, groups.rewards_PG, -np.inf)
     lowest_PG = np.where(groups.kept_PG, groups.rewards_PG, np.inf)

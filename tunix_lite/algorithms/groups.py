@@ -14,7 +14,6 @@ process supervision (arXiv:2402.03300, section 4.1.3).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -43,21 +42,15 @@ class Groups:
     metrics: Metrics
     # parts of the rewards beside those of the task, [P, G], by name
     added: dict[str, np.ndarray] = field(default_factory=dict)
-    # factor of a reward for each turn between it and the turn that gets it; None: credit=end
-    turn_discount: float | None = None
 
     @classmethod
-    def of(cls, rollout: Rollout, graded: Graded, task: Any, num_generations: int) -> "Groups":
-        """The groups of a rollout and of its grades. task: its `conversation` has the settings of
-        conversations."""
+    def of(cls, rollout: Rollout, graded: Graded, num_generations: int) -> "Groups":
+        """The groups of a rollout and of its grades."""
         rewards_PG = graded.rewards.reshape(-1, num_generations)
-        agree = float(groups_that_agree(rewards_PG).mean())
-        metrics = rollout.metrics | graded.metrics | {"reward/groups_that_agree": agree}
-        groups = cls(rollout, graded, rewards_PG, ~np.isnan(rewards_PG), metrics)
-        if rollout.conversations is None:
-            return groups
-        settings = task.conversation
-        return groups.of_conversations(settings.credit, settings.discount, settings.on_limit)
+        learned_PG = ~np.isnan(rewards_PG)
+        if graded.masked is not None:
+            learned_PG &= ~graded.masked.reshape(rewards_PG.shape)
+        return cls(rollout, graded, rewards_PG, learned_PG, rollout.metrics | graded.metrics)
 
     def batch(
         self,
@@ -71,14 +64,14 @@ class Groups:
         weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
         # Weights are made here, where the whole batch is in view: afterwards a loss only adds up.
         rollout = self.rollout
-        prompt_P1 = np.arange(len(self.learned_PG))[:, None]
+        prompt_PG, _ = np.indices(self.learned_PG.shape)
         return Batch(
             tokens=rollout.tokens,
             token_mask=rollout.token_mask,
             loss_weight=weights_of_learned(
                 weighting,
-                np.asarray(rollout.completion_mask),
-                np.where(self.learned_PG, prompt_P1, -1).reshape(-1),
+                rollout.completion_mask,
+                np.where(self.learned_PG, prompt_PG, -1).reshape(-1),
                 num_mini_batches,
             ),
             advantages=self.token_advantages(advantages),
@@ -89,16 +82,16 @@ class Groups:
     def token_advantages(self, function: Advantages) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens; 0 where dropped.
         function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        if self.turn_discount is not None:
+        if self.graded.turn_discount is not None:
             return self.advantages_of_turns(function)
         advantages_PG = advantages_of_kept(function, self.rewards_PG, self.whole)
-        advantages_B1 = advantages_PG.astype(np.float32).reshape(-1, 1)
+        advantages_B1 = np.float32(advantages_PG).reshape(-1, 1)
         return np.broadcast_to(advantages_B1, self.rollout.tokens.shape)
 
     def advantages_of_turns(self, function: Advantages) -> np.ndarray:
         """[B, T]: the advantage of each turn of a conversation at its tokens."""
         rewards = [[reward for _, reward in parts] for parts in self.reward_parts]
-        of_rows = turn_advantages(function, self.turn_discount, rewards, self.kept_PG)
+        of_rows = turn_advantages(function, self.graded.turn_discount, rewards, self.kept_PG)
         advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
         for row, conversation in enumerate(self.rollout.conversations):
             for turn, value in zip(conversation.turns, of_rows[row]):
@@ -110,7 +103,7 @@ class Groups:
         """The rewards in each completion, and the columns at which they are given: one at its end,
         or one at the end of each turn. Those of a dropped one sum to 0."""
         totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
-        if self.turn_discount is None:
+        if self.graded.turn_discount is None:
             return [[(self.rollout.tokens.shape[1], total)] for total in totals_B]
         parts = []
         for row, total in enumerate(totals_B):
@@ -146,21 +139,10 @@ class Groups:
         """Gives weights to these completions alone; [P, 1] or [P, G]."""
         return replace(self, learned_PG=self.learned_PG & learned_PG)
 
-    def of_conversations(self, credit: str, discount: float, on_limit: str) -> "Groups":
-        """The groups by these settings of conversations: credit of turns, and no weight where there
-        was no room for the end."""
-        groups = self
-        if credit != "end":
-            groups = replace(groups, turn_discount=discount if credit == "discount" else 0.0)
-        if on_limit == "mask":
-            limited_B = np.array([one.reached_limit for one in self.rollout.conversations])
-            groups = groups.learning_from(~limited_B.reshape(self.rewards_PG.shape))
-        return groups
-
     @property
     def lengths(self) -> np.ndarray:
         """[B] tokens of each completion."""
-        return np.asarray(self.rollout.completion_mask).sum(axis=1)
+        return self.rollout.completion_mask.sum(axis=1)
 
     @property
     def kept_PG(self) -> np.ndarray:

@@ -79,7 +79,7 @@ class GRPO(Objective):
         if self.shaping is not None:
             groups = groups.with_reward("shaping", self.shaping(groups.lengths))
         if self.mask_truncated:
-            finished_PG = np.asarray(groups.rollout.finished).reshape(groups.rewards_PG.shape)
+            finished_PG = groups.rollout.finished.reshape(groups.rewards_PG.shape)
             groups = groups.learning_from(finished_PG)
         return groups
 
@@ -89,7 +89,7 @@ class GRPO(Objective):
         """Adds the log-probabilities that sampling does not give: the trainer's own, and those of
         the reference. params: the current weights, adapters attached."""
         # A KL term in the reward is of every completion that is compared, learned from or not.
-        mask_BT = np.asarray(groups.rollout.completion_mask)
+        mask_BT = groups.rollout.completion_mask
         read = batch
         metrics = groups.metrics
         if self.is_kl_reward:
@@ -133,8 +133,9 @@ class GRPO(Objective):
         )
 
         # the gain of each token, by its ratio and its advantage
-        clips = takes(self.surrogate, "bounds")
-        bounds = [Bounds(self.clip_low, self.clip_high)] if clips else []
+        bounds = []
+        if takes(self.surrogate, "bounds"):
+            bounds = [Bounds(self.clip_low, self.clip_high)]
         gain = self.surrogate(terms, *bounds)
         metrics = ratio_metrics(terms, gain, *bounds)
         if batch.streams or self.off_policy_delta is not None:

@@ -105,14 +105,14 @@ class PPO:
         """Graded completions -> values -> advantages -> the batch to learn from. params: of both
         networks."""
         rollout = groups.rollout
-        drawn_BT = np.asarray(rollout.completion_mask)
+        drawn_BT = rollout.completion_mask
 
         # Where the limit cut a completion off, its last token is no step to learn from: its value,
         # of the state before it, stands for all that would have followed.
         steps_BT = drawn_BT
         if self.bootstrap_truncated:
             last_BT = np.cumsum(drawn_BT, axis=1) == drawn_BT.sum(axis=1, keepdims=True)
-            is_cut_B1 = ~np.asarray(rollout.finished)[:, None]
+            is_cut_B1 = ~rollout.finished[:, None]
             steps_BT = drawn_BT & ~(last_BT & is_cut_B1)
         groups = replace(groups, rollout=rollout.replace(completion_mask=steps_BT))
         batch = groups.batch(np.zeros_like, self.weighting, self.mini_batches)

@@ -45,13 +45,17 @@ def sample_groups(
     weights, adapters attached. key: of this step's sampling. Raises what sampling
     raises, and ValueError where a reward fails and rewards.on_error=raise.
     Example: sample_groups(policy, task, params, task.batch(16, seed, step), key, 8)."""
-    repeated = [example for example in examples for _ in range(num_generations)]
     # The grader is there before sampling starts: rewards run while other completions are sampled.
-    grader = task.grader(repeated, num_generations)
-    prompts = task.prompts(examples)
-    options = {"on_finished": grader.submit, "partner": task.partner(repeated)}
-    rollout = policy.generate(policy_part(params), prompts, key, num_generations, **options)
-    return Groups.of(rollout, grader.results(rollout), task, num_generations)
+    grader = task.grader(examples, num_generations)
+    rollout = policy.generate(
+        policy_part(params),
+        task.prompts(examples),
+        key,
+        num_generations,
+        on_finished=grader.submit,
+        partner=task.partner(examples, num_generations),
+    )
+    return Groups.of(rollout, grader.results(rollout), num_generations)
 
 
 def sample_mixed_groups(
@@ -119,7 +123,6 @@ def sample_mixed_groups(
         rewards_PG=rewards_PG[chosen],
         learned_PG=learned_PG[chosen] & is_mixed[chosen][:, None],
         metrics=metrics,
-        turn_discount=rounds[0].turn_discount,
     )
 
 
@@ -142,7 +145,7 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
         return np.concatenate(values)[rows]
 
     # these are of the batch, and not of a completion
-    of_all = {"metrics", "weights", "num_generations", "rollout"}
+    of_all = {"metrics", "weights", "num_generations", "rollout", "turn_discount"}
     names = {field.name for field in fields(Graded)} - of_all
     of_each = [{name: getattr(part, name) for name in names} for part in parts]
     taken = jax.tree.map(chosen, *of_each, is_leaf=lambda x: isinstance(x, list))

@@ -215,30 +215,32 @@ class Rollout:
     finish [1].
     """
 
-    tokens: Any  # [B, T] int32
-    token_mask: Any  # [B, T] bool, True on real tokens of prompt and completion
+    tokens: np.ndarray  # [B, T] int32
+    token_mask: np.ndarray  # [B, T] bool, True on real tokens of prompt and completion
     # [B, T] bool, True on sampled tokens, the end-of-sequence token included
-    completion_mask: Any
+    completion_mask: np.ndarray
     # [B, T] float32 under the distribution that was drawn from; 0 off the completion
-    logprobs: Any
-    finish: Any  # [B] int8, index into FINISH
-    full_logprobs: Any  # [B, T] float32 under softmax(logits / temperature), nothing cut off
+    logprobs: np.ndarray
+    finish: np.ndarray  # [B] int8, index into FINISH
+    full_logprobs: (
+        np.ndarray
+    )  # [B, T] float32 under softmax(logits / temperature), nothing cut off
     # [B, 2] from the start of the rollout until the first tokens, and until the end
-    seconds: Any = None
+    seconds: np.ndarray | None = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
     # [B, T] int32, the updates that the weights had seen from which a token was drawn; -1 off the
     # completion; None without rollout.overlap: all of them are of the update under way
-    versions: Any = None
+    versions: np.ndarray | None = None
     # [B, T] int16 for conversations: the turn that sampled a token, from 1; 0 on all other tokens
-    turn_ids: Any = None
+    turn_ids: np.ndarray | None = None
     # [B] array of `Conversation`, whose answers are in token_mask alone; None: single turns
-    conversations: Any = None
+    conversations: np.ndarray | None = None
     # [B, T, L * k] uint8 or uint16, the experts of each token (models/routes.py); None: a model
     # without experts, or rollout.replay_routes=false
-    routes: Any = None
+    routes: np.ndarray | None = None
 
     @property
-    def finished(self):
+    def finished(self) -> np.ndarray:
         """[B] bool: it ended before its length ran out, as the sampler says."""
         return self.finish > 0
 
@@ -267,6 +269,11 @@ class Graded:
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
     # rewards of the environment for each turn of each conversation; [] where there is none
     turn_rewards: list[list[float]] = field(default_factory=list)
+    # factor of a reward for each turn between it and the turn that gets it; None: every turn has
+    # the whole
+    turn_discount: float | None = None
+    # [B] bool: compared, and not learned from, as there was no room for the end; None: none is
+    masked: np.ndarray | None = None
     # why functions failed on each completion, by name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
     # completions of a group, which stand side by side
@@ -284,22 +291,26 @@ class Batch:
     0]], token_mask [[F, T, T, T, T, F]], loss_weight [[0, 0, 0, .5, .5, 0]].
     """
 
-    tokens: Any  # int32
-    token_mask: Any  # bool, True on real tokens
-    loss_weight: Any  # float32, 0 off the completion; a loss is a plain sum weighted by it
-    advantages: Any = None  # float32
-    old_logprobs: Any = None  # float32, under the policy that sampled (see GRPO.old_logprobs)
-    ref_logprobs: Any = None  # float32, under the reference of the KL term
+    tokens: np.ndarray  # int32
+    token_mask: np.ndarray  # bool, True on real tokens
+    loss_weight: (
+        np.ndarray
+    )  # float32, 0 off the completion; a loss is a plain sum weighted by it
+    advantages: np.ndarray | None = None  # float32
+    old_logprobs: np.ndarray | None = (
+        None  # float32, under the policy that sampled (see GRPO.old_logprobs)
+    )
+    ref_logprobs: np.ndarray | None = None  # float32, under the reference of the KL term
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]
-    streams: dict[str, Any] = flax.struct.field(default_factory=dict)
+    streams: dict[str, np.ndarray] = flax.struct.field(default_factory=dict)
     # int32, number of the token's document in its row, from 1; 0: padding. A token sees only its
     # own document. None: a sequence is one
-    segment_ids: Any = None
+    segment_ids: np.ndarray | None = None
     # [B, T, L * k] as Rollout.routes; None: the router chooses every token's experts
-    routes: Any = None
+    routes: np.ndarray | None = None
     # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
-    constants: Any = flax.struct.field(pytree_node=False, default=None)
+    constants: dict[str, jax.Array] | None = flax.struct.field(pytree_node=False, default=None)
     # the same completions as the model of needs.comparison reads them, until it has; None: as they
     # are
     seen: "Batch | None" = None

@@ -48,3 +48,11 @@ class ConversationConfig:
                 f"on_limit={self.on_limit}"
             )
         check_workers(self.on_error, self.timeout, self.workers)
+
+    @property
+    def turn_discount(self) -> float | None:
+        """Factor of a reward for each turn between it and the turn that gets it; None: every turn
+        has the whole."""
+        if self.credit == "end":
+            return None
+        return self.discount if self.credit == "discount" else 0.0

@@ -9,6 +9,7 @@ compiles again.
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ Tree = Any
 Sums = tuple[Tree, Metrics]
 # rows of a micro-batch -> its gradients and metrics
 OfPart = Callable[[Tree], Sums]
+# applies a function to each value of a sum, of which a Max is one
+map_sums = partial(jax.tree.map, is_leaf=Max.is_one)
 
 
 def cut(batch: RowBatch) -> RowBatch:
@@ -59,8 +62,7 @@ def accumulate(
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
         grads, metrics = sums
-        constrained = jax.lax.with_sharding_constraint
-        return jax.tree.map(constrained, grads, grad_shardings), metrics
+        return jax.lax.with_sharding_constraint(grads, grad_shardings), metrics
 
     if batch.max_micro_batches == 1:
         sums = place(fn(batch))
@@ -68,7 +70,7 @@ def accumulate(
         sums = _sum_per_shard(of_rows, batch, grad_shardings, sync_every, place)
     else:
         sums = _sum_parts(of_rows, cut(batch), batch.num_used, place)
-    return jax.tree.map(Max.number_of, sums, is_leaf=Max.is_one)
+    return map_sums(Max.number_of, sums)
 
 
 def _sum_parts(
@@ -80,12 +82,10 @@ def _sum_parts(
     """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
     def add(i: jax.Array, sums: Sums) -> Sums:
-        of_part = place(fn(part_of(batch, i)))
-        return jax.tree.map(operator.add, sums, of_part, is_leaf=Max.is_one)
+        return map_sums(operator.add, sums, place(fn(part_of(batch, i))))
 
-    # shapes alone: nothing is computed twice
-    like = jax.eval_shape(fn, part_of(batch, 0))
-    start = place(jax.tree.map(Max.start_of, like, is_leaf=Max.is_one))
+    # of shapes alone: nothing is computed twice
+    start = place(map_sums(Max.start_of, jax.eval_shape(fn, part_of(batch, 0))))
     # a traced number of parts: a loop of XLA, and not a scan
     return jax.lax.fori_loop(0, num_micro_batches, add, start)
 
@@ -141,7 +141,7 @@ def _sum_per_shard(
 
     def sum_of_parts(parts: Tree) -> Sums:
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)
-        return jax.tree.map(reduce, total, is_leaf=Max.is_one)
+        return map_sums(reduce, total)
 
     larger = jax.tree.map(divide, batch.per_row)
     if batch.most_scored is not None:

@@ -34,8 +34,7 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class _Rescore:
-    """A Scorer of weights that come with the batch.
-    Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
+    """A Rescorer. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
@@ -83,7 +82,7 @@ class _FrozenScorer:
         with jax.set_mesh(self._mesh):
             return self.rescore(self.params, batch)
 
-    def compiled(self, batch: RowBatch) -> Callable:
+    def compiled(self, batch: RowBatch) -> jax.stages.Compiled:
         with jax.set_mesh(self._mesh):
             return self.rescore.compiled(self.params, batch)
 
@@ -213,7 +212,7 @@ def batch_scores(
         R, M, *inner = x_RM.shape
         W = batch.tokens.shape[1]
         # a row may have fewer scored tokens than M; the rest belongs to no token
-        is_scored = jnp.expand_dims(batch.is_scored, tuple(range(2, x_RM.ndim)))
+        is_scored = batch.is_scored[..., None] if inner else batch.is_scored
         x_RM = jnp.where(is_scored, x_RM, 0)
         if batch.scored is None:
             return jnp.pad(x_RM, [(0, 0), (W - M, 0), *[(0, 0)] * len(inner)])

@@ -54,8 +54,13 @@ class RowLayout:
         if self.packing == "none":
             packed = packing.unpacked(batch, self.num_rows, self.num_scored)
         else:
-            sizes = self.rows_per_micro_batch, self.num_micro_batches, axis_size("fsdp")
-            packed = packing.packed(batch, self.shape, *sizes)
+            packed = packing.packed(
+                batch,
+                self.shape,
+                self.rows_per_micro_batch,
+                self.num_micro_batches,
+                axis_size("fsdp"),
+            )
         values = vars(jax.tree.map(packed.place, batch))
         # it is not for the update
         del values["seen"]

@@ -19,9 +19,9 @@ from tunix_lite.learner.routing import (
     EXPERTS,
     LOAD,
     NUM_TOKENS,
-    ExpertSums,
     RouterLoss,
     with_expert_metrics,
+    with_routers,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.unfused import unfused
@@ -102,8 +102,9 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit. grad_shardings: where each gradient lies. apply:
         as `apply_for` gives it."""
-        params = state.params
-        grads, metrics = self.gradients(params, frozen, state.step, batch, grad_shardings)
+        grads, metrics = self.gradients(
+            state.params, frozen, state.step, batch, grad_shardings
+        )
         state, moved = apply(self.optimizer, state, grads, metrics["train/loss"])
         return state, metrics | moved
 
@@ -125,13 +126,12 @@ class TrainStep:
 
         # Where it can be, each gradient is added to its sum as it arises: otherwise both would be
         # there at once. bfloat16 is not summed in its own type, and `sync_every` sums by shard.
+        total = None
         types = [x.dtype for x in jax.tree.leaves(params)]
         is_one_sum = batch.max_micro_batches > 1 and self.sync_every == 1
-        in_place = is_one_sum and jnp.bfloat16 not in types
-        total = None
-        if in_place:
+        if is_one_sum and jnp.bfloat16 not in types:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, grad_shardings)
+            zeros = jax.lax.with_sharding_constraint(zeros, grad_shardings)
             total = jax.tree.map(jax.new_ref, zeros)
 
         def gradient(rows: RowBatch) -> Sums:
@@ -141,14 +141,14 @@ class TrainStep:
 
             value, pull, metrics = jax.vjp(loss, params, has_aux=True)
             one = jnp.ones_like(value)
-            if in_place:
-                pull.with_refs(total)(one)
-                return None, metrics
-            return pull(one)[0], metrics
+            if total is None:
+                return pull(one)[0], metrics
+            pull.with_refs(total)(one)
+            return None, metrics
 
-        places = None if in_place else grad_shardings
+        places = grad_shardings if total is None else None
         grads, metrics = accumulate(gradient, batch, places, self.sync_every)
-        grads = jax.tree.map(jax.freeze, total) if in_place else grads
+        grads = grads if total is None else jax.tree.map(jax.freeze, total)
         # of a complex weight, jax gives the conjugate of the direction in which the loss rises
         grads = jax.tree.map(jnp.conj, grads)
         return grads, with_expert_metrics(metrics) if EXPERTS in metrics else metrics
@@ -160,20 +160,12 @@ class TrainStep:
         acting = acting_params(frozen, params, self.lora, batch.dropout_keys)
         scores = self.policy.scores(acting, batch)
         loss, metrics = self.algorithm.loss(scores, batch)
-        if scores.experts is not None or self.router_loss is not None:
-            loss, metrics = self.with_routers(loss, metrics, scores.experts, batch)
+        if scores.experts is not None:
+            loss, metrics = with_routers(self.router_loss, loss, metrics, scores, batch)
         ours = {"train/loss": loss}
         if scores.entropy is not None:
             ours["train/entropy"] = jnp.sum(batch.loss_weight * scores.entropy)
         return loss, ours | metrics
-
-    def with_routers(
-        self, loss: jax.Array, metrics: Metrics, sums: ExpertSums, batch: RowBatch
-    ) -> LossAndMetrics:
-        """Adds the losses of the routers, if there are some, and what their metrics are made of."""
-        if self.router_loss is not None:
-            loss += self.router_loss(sums, batch.constants)
-        return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(sums)}
 
     def with_dropout(self, batch: RowBatch, number: jax.Array) -> RowBatch:
         """The batch with a key per sequence, so that what is dropped does not depend on
@@ -211,7 +203,6 @@ class TrainStep:
     def metrics(self, params: Params, frozen: Params | None, batch: RowBatch) -> Metrics:
         """The metrics of a batch, its loss among them, inside of jit: without dropout, and nothing
         is updated."""
-
         if self.router_loss is not None:
             batch = self.with_router_totals(params, frozen, batch)
 

@@ -54,8 +54,9 @@ _Appended = dict[int, tuple[list[int], int]]
 
 class Engine:
     """Decodes requests in slots.
-    Example: engine = Engine(programs, weights, num_slots=4, queue=64, blocks=((2,), 3));
-    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk())."""
+    Example: engine = Engine(programs, weights, 4, 64, block_sizes=[2], cache_blocks=3,
+    criteria=criteria); engine.admit(requests); engine.start_chunk();
+    engine.absorb(engine.next_chunk())."""
 
     def __init__(
         self,
@@ -63,12 +64,14 @@ class Engine:
         per_layer_params: Params,
         num_slots: int,
         queue: int,
-        blocks: tuple[tuple[int, ...], int],
+        block_sizes: Sequence[int],
+        cache_blocks: int,
         criteria: StopCriteria,
         temperature: float = 1.0,
     ):
-        """queue: requests that can wait with their prompts read. blocks: the numbers of prompts
-        that one prefill may read, ascending, and the blocks that the prompt cache holds."""
+        """queue: requests that can wait with their prompts read. block_sizes: the numbers of
+        prompts that one prefill may read, ascending. cache_blocks: the blocks that the prompt cache
+        holds."""
         spec = programs.spec
         self.programs = programs
         self.per_layer_params = per_layer_params
@@ -77,7 +80,8 @@ class Engine:
         self.temperature = np.float32(temperature)
         self.chunk = spec.chunk
         self.widths = prompt_widths(spec.generation.max_prompt_length)
-        self.block_sizes, self.cache_blocks = blocks
+        self.block_sizes = block_sizes
+        self.cache_blocks = cache_blocks
         # The number of columns changes how sums round. Which conversations go on together is a
         # matter of time, so these always read all columns.
         self.column_sizes = [spec.max_length]

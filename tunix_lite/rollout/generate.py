@@ -172,7 +172,8 @@ class CompletionSampler:
             self.prepare(params),
             num_slots,
             max(num_requests, most_requests),
-            ((block,), cache_blocks),
+            [block],
+            cache_blocks,
             self.criteria,
             spec.generation.temperature if temperature is None else temperature,
         )

@@ -81,9 +81,8 @@ class LiveEngine:
         # Prompts that fsdp does not divide would all be read by every device.
         block = -(-_PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
-        blocks = ((fsdp, block), 1)
         self.engine = Engine(
-            programs, per_layer_params, num_slots, num_slots, blocks, criteria
+            programs, per_layer_params, num_slots, num_slots, [fsdp, block], 1, criteria
         )
         self.programs = programs
         self.spec = programs.spec

@@ -67,13 +67,12 @@ def evaluate(
         """`count` completions of each example, those of an example side by side."""
         # The cache and the prompts of the rollout before: their blocks may be too small for these.
         give_back_freed_memory()
-        repeated = [example for example in examples for _ in range(count)]
-        grader = task.grader(repeated, count)
+        grader = task.grader(examples, count)
         prompts = task.prompts(examples)
         how = {
             "temperature": temperature,
             "on_finished": grader.submit,
-            "partner": task.partner(repeated),
+            "partner": task.partner(examples, count),
             **watched,
         }
         with error_context("evaluation", RunFailed):
@@ -192,8 +191,8 @@ def model_scores(
     scores = {
         "accuracy": greedy.correct.astype(np.float64),
         "reward": greedy.rewards,
-        "length": np.asarray(rollout.completion_mask).sum(axis=1).astype(np.float64),
-        "truncated": 1.0 - np.asarray(rollout.finished),
+        "length": rollout.completion_mask.sum(axis=1).astype(np.float64),
+        "truncated": 1.0 - rollout.finished,
     }
     if references is not None:
         scores |= similarity_scores(greedy.completions, references)

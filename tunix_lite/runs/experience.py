@@ -78,7 +78,7 @@ class ExperienceSource(Protocol):
         ...
 
 
-class FreshExperience:
+class TaskExperience:
     """Completions are sampled once in algorithm.updates_per_rollout updates, with the current
     weights (or as rollout.overlap has it); in between, the same batch is handed out again, or the
     next mini-batch of it."""
@@ -99,7 +99,8 @@ class FreshExperience:
         self._sample = sampler_for(self._algorithm)
         # where examples and completions come from, and what goes on beside an update
         self._draw: Callable[[int, Params], Drawn] = self.draw
-        self._beside: Callable[[], Metrics] | None = None
+        # without anything to do, no metrics: {}
+        self._beside: Callable[[], Metrics] = dict
         if learner.overlap is not None:
             self._draw = learner.overlap.draw
             self._beside = learner.overlap.beside_update
@@ -108,8 +109,8 @@ class FreshExperience:
         # what the updates of a rollout learn from, and the step of the first of them
         self._collected: Collected | None = None
         self._step = 0
-        # the same of the next rollout, by its step
-        self._ahead: dict[int, Collected] = {}
+        # what the next rollout gives; None: it is not collected yet
+        self._ahead: Collected | None = None
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
@@ -128,7 +129,8 @@ class FreshExperience:
             # Collect: completions of the policy, rewards, advantages. It is there for later
             # updates: a run begins, and resumes, where a rollout begins.
             if not update:
-                self._collected = self._ahead.pop(step, None) or self._collect(step, params)
+                self._collected = self._ahead or self.collect(step, params)
+                self._ahead = None
                 self._step = step
             batch, metrics, graded = self._collected
             if self._num_mini_batches > 1:
@@ -136,8 +138,14 @@ class FreshExperience:
 
             # Lay out: sequences become rows of a fixed width, divided over the mesh.
             rows, _ = self._learner.resolved.rows.lay_out(batch)
-        metrics = {} if update else metrics
-        return Experience(rows, batch, metrics, graded, self._updates - update, not update)
+        return Experience(
+            rows,
+            batch,
+            {} if update else metrics,
+            graded,
+            updates_left=self._updates - update,
+            is_fresh=not update,
+        )
 
     def evaluate(self, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
@@ -161,16 +169,15 @@ class FreshExperience:
 
     def beside_update(self) -> Metrics:
         """See ExperienceSource."""
-        if self._beside is None:
-            return {}
         return self._beside()
 
-    def _collect(self, step: int, params: Params | None) -> Collected:
+    def collect(self, step: int, params: Params | None) -> Collected:
         """Examples of the task, completions of the policy, rewards, advantages."""
         policy = self._learner.policy
         examples, groups = self._draw(step, params)
-        task = self._session.task
-        batch, metrics = self._algorithm.batch_of(policy, task, params, examples, groups)
+        batch, metrics = self._algorithm.batch_of(
+            policy, self._session.task, params, examples, groups
+        )
         if policy.compare is not None:
             batch = policy.compare(batch)
         return batch, metrics, None if groups is None else groups.graded
@@ -178,9 +185,11 @@ class FreshExperience:
     def draw(self, step: int, params: Params | None) -> Drawn:
         """The examples of all rounds of a rollout, and their completions."""
         task = self._session.task
-        rollout = step // self._updates
-        rounds = [task.batch(self._num_prompts, seed, rollout) for seed in self._seeds]
-        examples = [example for drawn in rounds for example in drawn]
+        examples = [
+            example
+            for seed in self._seeds
+            for example in task.batch(self._num_prompts, seed, step // self._updates)
+        ]
         # by step, so that a run that resumes draws what it would have drawn
         key = jax.random.fold_in(self._learner.seed_key, step)
         return examples, self._sample(self._learner.policy, task, params, examples, key)
@@ -199,5 +208,5 @@ class FreshExperience:
         if step < self._session.run.training.max_steps:
             # `take` says what is wrong with it, after this update
             with contextlib.suppress(ValueError):
-                self._ahead[step] = self._collect(step, None)
+                self._ahead = self.collect(step, None)
         return {}

@@ -22,7 +22,7 @@ def held_out_loss(learner: Learner, task: Task, state: TrainState) -> Metrics:
     run = learner.resolved.run
     needs = run.algorithm.needs
     size = learner.resolved.batch.sequences
-    params = learner.policy_params(state)
+    params = learner.acting_params(state)
     policy = learner.policy
     with error_context("evaluation", RunFailed):
         # Collect as for an update.

@@ -58,7 +58,7 @@ class Learner:
     # seconds of collecting in the current step, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
-    def policy_params(self, state: TrainState) -> Params:
+    def acting_params(self, state: TrainState) -> Params:
         """Returns the parameters to sample with: adapters attached to their base; with a critic
         those of both networks."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
@@ -72,7 +72,7 @@ class Learner:
         """Compiles every program that rollouts and evaluations of the run can need at any length.
         Nothing is sampled here."""
         run = self.resolved.run
-        params = policy_part(self.policy_params(state))
+        params = policy_part(self.acting_params(state))
         about = {"converses": self.resolved.converses}
         if self.resolved.converses:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens

@@ -152,12 +152,12 @@ class PartialRollouts:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
         task = self._session.task
-        grader = task.grader(_repeated(examples, self._generations), self._generations)
+        grader = task.grader(examples, self._generations)
         for row, mask in enumerate(rollout.completion_mask):
             grader.submit(row, rollout.tokens[row][mask].tolist())
         rollout = rollout.replace(metrics=metrics)
         graded = grader.results(rollout)
-        return examples, Groups.of(rollout, graded, task, self._generations)
+        return examples, Groups.of(rollout, graded, self._generations)
 
     def beside_update(self) -> Metrics:
         """Returns no metrics: all was sampled before."""
@@ -199,11 +199,6 @@ def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
     }
 
 
-def _repeated(examples: list[dict], num_generations: int) -> list[dict]:
-    """The example of each completion."""
-    return [example for example in examples for _ in range(num_generations)]
-
-
 class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them. One thread starts all
@@ -238,8 +233,8 @@ class OneStepOffPolicy:
 
         # The rollout that waited in a checkpoint. Its grades are computed again.
         if isinstance(start, RolloutInFlight):
-            repeated = _repeated(self._batches[start.step][0], self._generations)
-            grader = self._session.task.grader(repeated, self._generations)
+            examples, _ = self._batches[start.step]
+            grader = self._session.task.grader(examples, self._generations)
             for row, tokens in enumerate(start.last_turns):
                 grader.submit(row, tokens)
             self._before = self._after = replace(start, grader=grader)
@@ -268,7 +263,7 @@ class OneStepOffPolicy:
         self._batches.keep({following})
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         graded = held.grader.results(rollout)
-        return examples, Groups.of(rollout, graded, self._session.task, self._generations)
+        return examples, Groups.of(rollout, graded, self._generations)
 
     def beside_update(self) -> Metrics:
         """Finishes the sampling that was begun, while the devices compute the update; returns its
@@ -293,13 +288,14 @@ class OneStepOffPolicy:
         samples the rest."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
-        repeated = _repeated(self._batches[step][0], self._generations)
-        grader = self._session.task.grader(repeated, self._generations)
+        examples, prompts = self._batches[step]
+        task = self._session.task
+        grader = task.grader(examples, self._generations)
         options = {
             "on_finished": grader.submit,
-            "partner": self._session.task.partner(repeated),
+            "partner": task.partner(examples, self._generations),
         }
-        arguments = (params, self._batches[step][1], key, self._generations)
+        arguments = (params, prompts, key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, **options)
         else:

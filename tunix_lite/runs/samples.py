@@ -28,7 +28,7 @@ def keep_samples(
     advantages_B = None
     rollout = graded.rollout
     if batch is not None and batch.advantages is not None and rollout is not None:
-        mask_BT = np.asarray(rollout.completion_mask)
+        mask_BT = rollout.completion_mask
         if np.array_equal(batch.tokens, rollout.tokens):
             advantages_BT = np.asarray(batch.advantages, np.float64)
             advantages_B = _means_over_tokens(advantages_BT, mask_BT)
@@ -83,11 +83,11 @@ def sample_rows(
         if rollout is not None and rollout.conversations is not None:
             row |= _of_conversation(rollout, i)
         if rollout is not None:
-            mask_T = np.asarray(rollout.completion_mask)[i]
-            row["finish_reason"] = FINISH[int(np.asarray(rollout.finish)[i])]
-            row["tokens"] = np.asarray(rollout.tokens)[i][mask_T].tolist()
+            mask_T = rollout.completion_mask[i]
+            row["finish_reason"] = FINISH[int(rollout.finish[i])]
+            row["tokens"] = rollout.tokens[i][mask_T].tolist()
             # as they were when they were drawn
-            row["logprobs"] = np.asarray(rollout.logprobs)[i][mask_T].tolist()
+            row["logprobs"] = rollout.logprobs[i][mask_T].tolist()
         rows.append(row)
     return rows
 
@@ -104,7 +104,7 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
     """The turns of a conversation. `all_tokens` are those after the prompt, answers included, and
     spans are places among them, [begin, end)."""
     one = rollout.conversations[i]
-    token_mask_T = np.asarray(rollout.token_mask)[i]
+    token_mask_T = rollout.token_mask[i]
     # the file counts from the prompt on, since padding is no part of a conversation
     first = one.turns[0].begin
     turns = []
@@ -121,7 +121,7 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
         if reply.failure:
             row["failed"] = f"{reply.failure}: {reply.message}"
         turns.append(row)
-    tokens = np.asarray(rollout.tokens)[i, first:][token_mask_T[first:]]
+    tokens = rollout.tokens[i, first:][token_mask_T[first:]]
     return {"turns": turns, "ended_by": one.ended, "all_tokens": tokens.tolist()}
 
 

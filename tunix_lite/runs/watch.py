@@ -423,7 +423,7 @@ class Watch:
         session = self.session
         step = int(self.state.step)
         patience = 0.0 if is_first else _EVALUATION_PATIENCE
-        params = self.learner.policy_params(self.state)
+        params = self.learner.acting_params(self.state)
         evaluation = self.source.evaluate(params, patience)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or is_due(step, every, session.run.training.max_steps)):

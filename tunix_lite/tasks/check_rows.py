@@ -140,7 +140,7 @@ def _measure(
             raise ValueError(
                 f"{begins}; the longest has {too_long[longest]:,} tokens "
                 f"({place_of(examples[longest]) or f'example {longest}'}); raise it to at least "
-                f"{too_long[longest]}, {task.or_else}"
+                f"{too_long[longest]}, {task.other_remedy}"
             )
         how = "cut (generation.long_prompts=truncate)" if cuts else f"left out ({setting})"
         said.append(f"{begins} and are {how}")

@@ -138,8 +138,9 @@ def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]
 def group_metrics(
     total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]
 ) -> Metrics:
-    """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
-    weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
+    """Returns the shares of groups that are worth 0 throughout, 1 throughout, mixed, and not mixed,
+    by the weighted sum as it was given. groups: the rows of each; dropped completions do not
+    count."""
     counts = Counter()
     for rows in groups:
         totals = total_B[rows][~dropped_B[rows]]
@@ -151,14 +152,15 @@ def group_metrics(
         "reward/groups_all_zero": counts[0.0] / len(groups),
         "reward/groups_all_one": counts[1.0] / len(groups),
         "reward/groups_mixed": counts["mixed"] / len(groups),
+        "reward/groups_that_agree": (len(groups) - counts["mixed"]) / len(groups),
     }
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     """Returns metrics of how many completions are right, how long they are, and how they ended."""
-    lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
-    finished_B = np.asarray(rollout.finished)
-    ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
+    lengths_B = rollout.completion_mask.sum(axis=1)
+    finished_B = rollout.finished
+    ended_by_eos_B = rollout.finish == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
     ended = lengths_B[finished_B]
     if not ended.size:

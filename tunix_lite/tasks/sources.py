@@ -79,11 +79,11 @@ def batches_of_epoch(count: int, batch_size: int, last_batch: str) -> int:
 @dataclass(frozen=True)
 class NextThatFits(Sequence):
     """Examples that are made when they are asked for, in place of each that is left out the next
-    one. Example: NextThatFits(source.train, look)[5] is example 5, or 6 if that is left out."""
+    one. Example: NextThatFits(source.train, why_not)[5] is example 5, or 6 if that is left out."""
 
     examples: Sequence[dict]
     # why an example is left out; "": it is not
-    look: Callable[[dict], str]
+    why_not: Callable[[dict], str]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -92,7 +92,7 @@ class NextThatFits(Sequence):
         why = ""
         for i in range(index, index + LOOKED_AT):
             example = self.examples[i % len(self)]
-            if not (why := self.look(example)):
+            if not (why := self.why_not(example)):
                 return example
         raise ValueError(f"none of {LOOKED_AT:,} training examples can be taken: {why}")
 

@@ -281,7 +281,7 @@ class Task:
     # how an epoch ends (training.last_batch); None: the data goes round without end
     last_batch: str | None = None
     # the examples that fit, by what that depends on; all that `replace` makes share it
-    looked_at: dict = field(default_factory=dict, compare=False, repr=False)
+    rows_that_fit: dict = field(default_factory=dict, compare=False, repr=False)
 
     @contextlib.contextmanager
     def with_workers(
@@ -325,7 +325,7 @@ class Task:
         def take() -> list[dict]:
             rows = self.fitting
             if len(rows) < min(batch_size, len(self.config.source.train)):
-                why = next(filter(None, map(self.look, self.config.source.train)))
+                why = next(filter(None, map(self.why_left_out, self.config.source.train)))
                 raise ValueError(
                     f"only {len(rows)} of {len(self.config.source.train):,} training examples can "
                     f"be taken, and a batch takes {batch_size}; the first that cannot: {why}"
@@ -341,14 +341,14 @@ class Task:
         if not self.leaves_out:
             return train
         if not isinstance(train, list | tuple):
-            return NextThatFits(train, self.look)
+            return NextThatFits(train, self.why_left_out)
         lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
         key = (id(self.config), *lengths, self.learned)
-        if key not in self.looked_at:
-            rows = [row for row in train if not self.look(row)]
+        if key not in self.rows_that_fit:
+            rows = [row for row in train if not self.why_left_out(row)]
             # Keeps the settings alive: their id is in the key.
-            self.looked_at[key] = rows, self.config
-        return self.looked_at[key][0]
+            self.rows_that_fit[key] = rows, self.config
+        return self.rows_that_fit[key][0]
 
     @property
     def skips(self) -> bool:
@@ -361,12 +361,12 @@ class Task:
         return self.long_prompts == "drop" or self.skips
 
     @property
-    def or_else(self) -> str:
+    def other_remedy(self) -> str:
         """What else than a higher limit takes an example that is too long."""
         others = "truncate" if self.long_prompts == "drop" else "truncate or drop"
         return f"or set generation.long_prompts={others}"
 
-    def look(self, example: dict) -> str:
+    def why_left_out(self, example: dict) -> str:
         """Tells why an example is left out, or "". Raises ValueError where no setting does so."""
         try:
             self._prompt(example)
@@ -382,14 +382,14 @@ class Task:
         """The first `count` held-out examples that fit. Raises ValueError if too few do.
         is_learned: with what the algorithm learns from, for its loss; else their prompts are
         enough."""
-        looked_at = self if is_learned else replace(self, learned=())
+        reader = self if is_learned else replace(self, learned=())
         rows = self.config.source.held_out
         # made one by one, so no more of them than needed
-        taken = (row for row in rows if not (self.leaves_out and looked_at.look(row)))
+        taken = (row for row in rows if not (self.leaves_out and reader.why_left_out(row)))
         fitting = list(islice(taken, count))
         if len(fitting) < min(count, len(rows)) and (count < len(rows) or not fitting):
             setting = "loss_examples" if is_learned else "num_examples"
-            why = next(filter(None, map(looked_at.look, rows)))
+            why = next(filter(None, map(reader.why_left_out, rows)))
             raise ValueError(
                 f"evaluation.{setting}={count}, but of {len(rows)} held-out prompts {len(fitting)} "
                 f"fit (the first that does not: {why}); lower {setting}"
@@ -423,7 +423,7 @@ class Task:
             raise _TooLong(
                 f"{self.text.place(example)}the prompt {shortened(self.text.ask(example))} has "
                 f"{len(row)} tokens, more than generation.max_prompt_length={width}; raise it to "
-                f"at least {len(row)}, {self.or_else}"
+                f"at least {len(row)}, {self.other_remedy}"
             )
         return row[-width:]
 
@@ -435,7 +435,8 @@ class Task:
             shown = shortened(self.text.completion(example, name)[0].text)
             raise _TooLong(
                 f"{self.text.place(example)}the {what} {shown} has {len(row)} tokens, more than "
-                f"generation.max_new_tokens={most}; raise it to at least {len(row)}, {self.or_else}"
+                f"generation.max_new_tokens={most}; raise it to at least {len(row)}, "
+                f"{self.other_remedy}"
             )
         return row[:most], learned[:most]
 
@@ -498,7 +499,7 @@ class Task:
                 raise _TooLong(
                     f"{self.text.place(example)}the conversation with `{name}` has {len(row)} "
                     f"tokens, more than generation.max_prompt_length + max_new_tokens={width}; "
-                    f"raise one of them by {len(row) - width}, {self.or_else}"
+                    f"raise one of them by {len(row) - width}, {self.other_remedy}"
                 )
             rows.append(row[-width:])
         return left_padded(rows, width, self.tokenizer.pad_id)
@@ -519,14 +520,17 @@ class Task:
 
     # ---- rollouts and grades
 
-    def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
-        """Starts the environments that answer the turns of one conversation per example; None
-        without an environment. Raises SharedError if one fails and conversation.on_error=raise."""
+    def partner(
+        self, examples: list[dict], num_generations: int = 1
+    ) -> EnvironmentPartner | None:
+        """Starts the environments that answer the turns of conversations: num_generations for each
+        example, side by side. None without an environment. Raises SharedError if one fails and
+        conversation.on_error=raise."""
         if self.config.environment is None:
             return None
         return EnvironmentPartner(
             self.text,
-            examples,
+            _repeated(examples, num_generations),
             self.environments,
             self.conversation,
             self.processes,
@@ -534,7 +538,7 @@ class Task:
         )
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> "Grader":
-        """Grades completions of `examples` as they come; those of a group stand side by side."""
+        """Grades num_generations completions of each example as they come, side by side."""
         return Grader(self, examples, num_generations)
 
     def grade(
@@ -544,15 +548,20 @@ class Task:
         return self.grader(examples, num_generations).results(rollout)
 
 
+def _repeated(examples: list[dict], num_generations: int) -> list[dict]:
+    """The example of each completion."""
+    return [example for example in examples for _ in range(num_generations)]
+
+
 class Grader:
-    """Grades completions one by one, while others are still sampled; `examples` has one for each,
-    and group g is the rows g * num_generations and the following. Calls, one for each completion
-    and one for each group where functions want it, are numbered in this order and divided over
-    processes."""
+    """Grades completions one by one, while others are still sampled: those of example g are the
+    rows g * num_generations and the following. Calls, one for each completion and one for each
+    group where functions want it, are numbered in this order and divided over processes."""
 
     def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
-        self.examples = examples
+        # the example of each completion
+        self.examples = _repeated(examples, num_generations)
         self.num_generations = num_generations
         self._pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         self._group_names = task.config.group_names
@@ -591,8 +600,8 @@ class Grader:
         """Waits for all grades. Completions that were not submitted are graded now. Raises
         ValueError if a reward failed and rewards.on_error=raise, if all completions were dropped,
         or if processes graded other completions; StopRun if the run was asked to stop."""
-        tokens_BT = np.asarray(rollout.tokens)
-        mask_BT = np.asarray(rollout.completion_mask)
+        tokens_BT = rollout.tokens
+        mask_BT = rollout.completion_mask
         rows = range(len(self.examples))
         for row in rows:
             if row not in self._completions:
@@ -647,7 +656,7 @@ class Grader:
         if task.long_prompts == "truncate":
             # only a prompt that fills its row can have been cut
             firsts = rows[:: self.num_generations]
-            full = [row for row in firsts if np.asarray(rollout.token_mask)[row, 0]]
+            full = [row for row in firsts if rollout.token_mask[row, 0]]
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         return replace(graded, metrics=metrics)
 
@@ -705,6 +714,7 @@ class Grader:
         names = [_of(name) for name in config.rewards]
         kinds = [[one[name].kind for name in names] for one in outcomes]
         by_turn = []
+        of_turns = {}
         if conversations is not None:
             by_turn = turn_rewards(rollout, task.conversation)
             each[ENVIRONMENT] = np.array([sum(turns) for turns in by_turn], np.float64)
@@ -714,9 +724,13 @@ class Grader:
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._pool.settings.on_error)
         if conversations is not None:
+            settings = task.conversation
             total_B, dropped_B = of_conversations(
-                rollout, task.conversation, total_B, dropped_B, by_turn
+                rollout, settings, total_B, dropped_B, by_turn
             )
+            of_turns = {"turn_rewards": by_turn, "turn_discount": settings.turn_discount}
+            if settings.on_limit == "mask":
+                of_turns["masked"] = np.array([one.reached_limit for one in conversations])
 
         # Without other rewards, right is what the environment calls won, else what it rewards.
         if config.rewards:
@@ -743,7 +757,7 @@ class Grader:
             examples=self.examples,
             num_generations=self.num_generations,
             rollout=rollout,
-            turn_rewards=by_turn,
             failures=[reasons_of(one) for one in outcomes],
+            **of_turns,
         )
         return graded, kinds_BN, unscorable_B

@@ -106,7 +106,7 @@ class AgentExperience:
         model = LanguageModel(session.parts.model, None, session.parts.mesh, resolved.dtype)
         how = (model.cfg, model.dtype, run.rollout.weights != "sharded")
         self._prepare = make_prepare(*how)
-        prepared = self._prepare(learner.policy_params(session.state))
+        prepared = self._prepare(learner.acting_params(session.state))
         self._engine = live_engine(model, generation, run.rollout, _MOST_WAITING, prepared)
         session.closing.callback(self._engine.close)
 
