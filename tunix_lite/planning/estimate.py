@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.typing import DTypeLike
 
 from tunix_lite.learner.optim import state_layout
 from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
@@ -19,7 +18,7 @@ from tunix_lite.models.groups import rows_needed
 from tunix_lite.models.kernel_choice import PIECE
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.routes import no_routes
-from tunix_lite.models.weights import Weight, is_quantized
+from tunix_lite.models.weights import is_quantized, num_params
 from tunix_lite.parallel.compiler_options import MANY_WEIGHTS
 from tunix_lite.rollout.cache import column_sizes
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS, prompt_widths
@@ -135,25 +134,15 @@ class MemoryEstimate:
         """The weights by layer: matrices as computed, norms and quantised codes as stored; whole
         over fsdp if gathered."""
         resolved = self.resolved
-
-        def size(weight: Weight, dtype: DTypeLike) -> int:
-            return (
-                resolved.elements(weight.shape, weight.axes, is_gathered)
-                * jnp.dtype(dtype).itemsize
-            )
-
         table = resolved.tables
         both = (table.trained, table.frozen)
         total = 0
         for leaf in jax.tree.leaves(both, is_leaf=is_quantized):
-            if is_quantized(leaf):
-                total += size(leaf.codes, leaf.codes.dtype) + size(
-                    leaf.scales, leaf.scales.dtype
-                )
-            else:
-                # norms and biases are computed with in float32, whatever the matrices are
-                is_matrix = len(leaf.shape) - leaf.is_stacked >= 2 and not leaf.is_exact
-                total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
+            dtype = None
+            # norms and biases are computed with in float32, whatever the matrices are
+            if not is_quantized(leaf) and len(leaf.shape) - leaf.is_stacked >= 2:
+                dtype = None if leaf.is_exact else resolved.dtype
+            total += resolved.table_bytes(leaf, dtype, is_gathered=is_gathered)
         return total
 
     def appending(self) -> int:
@@ -211,11 +200,10 @@ class MemoryEstimate:
         """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
         weights as they were copied there, and what sampling adds; {} without such devices."""
         sampler = self.with_own_sampling_weights(capacity)
-        return (
-            {}
-            if sampler is None
-            else MemoryEstimate(sampler)._weights_apart() | MemoryEstimate(sampler).rollout()
-        )
+        if sampler is None:
+            return {}
+        estimate = MemoryEstimate(sampler)
+        return estimate._weights_apart() | estimate.rollout()
 
     def with_own_sampling_weights(self, capacity: int | None) -> ResolvedRun | None:
         """`self.resolved.apart` with the choice of its sampling weights; capacity: of a device, if
@@ -279,8 +267,7 @@ class MemoryEstimate:
             # of the teacher: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
             activations += MemoryEstimate(resolved.as_scorer(name))._head_at_work(rows)
-        weights = jax.tree.leaves(resolved.tables.networks)
-        count = sum(math.prod(weight.shape) for weight in weights)
+        count = num_params(resolved.tables.networks)
         if resolved.platform == "cpu" and count < MANY_WEIGHTS:
             # The changes of all weights are there before the first of them moves.
             changes = resolved.table_bytes(resolved.tables.networks, jnp.float32)
@@ -303,14 +290,15 @@ class MemoryEstimate:
     def widened_base(self) -> int:
         """The bytes of a bfloat16 base in float32, with its table twice where embedding and head
         read one: XLA for CPUs slices and gathers in float32, and widens all arrays before that."""
-        frozen = self.resolved.tables.frozen
-        if frozen is None or self.resolved.platform != "cpu":
+        resolved = self.resolved
+        frozen = resolved.tables.frozen
+        if frozen is None or resolved.platform != "cpu":
             return 0
-        leaves = jax.tree.leaves(frozen, is_leaf=is_quantized)
-        if self.resolved.cfg.output == "logits" and self.resolved.cfg.tied:
+        leaves = jax.tree.leaves(frozen)
+        if resolved.cfg.tied:
             leaves.append(frozen["embed"])
-        halves = [w for w in leaves if not is_quantized(w) and w.dtype == jnp.bfloat16]
-        return self.resolved.table_bytes(halves, jnp.float32)
+        halves = [w for w in leaves if w.dtype == jnp.bfloat16]
+        return resolved.table_bytes(halves, jnp.float32)
 
     def _kept_of_teacher(self) -> int:
         """The bytes kept of the teacher's distribution of each token of a shard, prompts included;
@@ -332,7 +320,7 @@ class MemoryEstimate:
         table = decoder.output_table(
             stored_table(decoder.weights(model.cfg), model.storage), model.cfg
         )
-        return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
+        return resolved.table_bytes(table)
 
     def _batch_bytes(self) -> int:
         """Rows of a batch: some eight numbers of four bytes a token, and its recorded routes."""
