@@ -130,6 +130,18 @@ def test_metrics_of_the_ratio_are_those_of_float64_numpy():
         np.testing.assert_allclose(metrics[name].value, value, rtol=1e-5, err_msg=name)
 
 
+def test_a_correction_multiplies_the_gain_and_not_the_kl():
+    d = drawn(1)
+    weights = jnp.asarray(np.random.default_rng(0).uniform(0, 2, d.weight.shape), jnp.float32)
+    chosen = {"kl_coef": 0.2, "correction": corrections.truncate_tokens, "old_logprobs": "rescored"}
+    loss, _, metrics = value_and_slopes(GRPO(**chosen), d, {corrections.STREAM_NAME: weights})
+    rho = np.exp(d.logprobs - d.old)
+    gain = np.minimum(rho * d.advantages, np.clip(rho, 0.8, 1.28) * d.advantages)
+    np.testing.assert_allclose(loss, 0.2 * metrics["train/kl"] - (d.weight * weights * gain).sum(), rtol=1e-5)
+    _, _, plain = value_and_slopes(GRPO(kl_coef=0.2), d)
+    assert metrics["train/kl"] == plain["train/kl"]
+
+
 # ---- advantages
 
 
