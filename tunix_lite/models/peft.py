@@ -316,7 +316,8 @@ def module_of(name: str) -> str:
 def _by_own_names(entries: dict[str, Any], family: Family, folder: Path) -> dict[str, Any]:
     """The entries by the names that `to_tensors` gives them, as if ours were the whole model."""
     own = {}
-    is_down = "down_proj" in str(read_object(folder / CONFIG).get("target_parameters"))
+    parameters = read_object(folder / CONFIG).get("target_parameters")
+    is_down = "down_proj" in str(parameters)
     outer = ".experts.down_proj.lora_" if is_down else ".experts.gate_up_proj.lora_"
     for name, entry in entries.items():
         rest = name.removeprefix(_PREFIX)
