@@ -120,7 +120,7 @@ class PPO:
         # What the critic expects at every token that was drawn, and what the reference finds of it.
         read = batch.replace(loss_weight=drawn_BT.astype(np.float32))
         values_BT = np.float64(policy.values(params, read))
-        rewards_BT = _token_rewards(groups, steps_BT)
+        rewards_BT = token_rewards(groups, steps_BT)
         metrics = dict(groups.metrics)
         if self.kl_coef:
             gap_BT = np.float64(batch.old_logprobs) - policy.scorers["reference"](read)
@@ -169,7 +169,7 @@ class PPO:
         return loss + self.value_coef * metrics["train/value_loss"], metrics
 
 
-def _token_rewards(groups: Groups, steps_BT: np.ndarray) -> np.ndarray:
+def token_rewards(groups: Groups, steps_BT: np.ndarray) -> np.ndarray:
     """The rewards of completions at the last of their steps, [B, T] float64; with
     conversation.credit=turn or discount, what the environment gave for a turn at its last step."""
     rewards_BT = np.zeros(steps_BT.shape)
