@@ -93,19 +93,6 @@ class RouterLoss:
         return self.aux_coef * aux + self.z_coef * sums.z / pairs
 
 
-def with_routers(
-    routers: RouterLoss | None,
-    loss: jax.Array,
-    metrics: Metrics,
-    scores: TokenScores,
-    batch: RowBatch,
-) -> tuple[jax.Array, Metrics]:
-    """Adds the losses of the routers, if there are some, and what their metrics are made of."""
-    if routers is not None:
-        loss += routers(scores.experts, batch.constants)
-    return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(scores.experts)}
-
-
 def with_expert_metrics(metrics: Metrics) -> Metrics:
     """The metrics of a whole batch: sums over experts become numbers; others stay."""
     sums = metrics[EXPERTS]

@@ -19,9 +19,9 @@ from tunix_lite.learner.routing import (
     EXPERTS,
     LOAD,
     NUM_TOKENS,
+    ExpertSums,
     RouterLoss,
     with_expert_metrics,
-    with_routers,
 )
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.unfused import unfused
@@ -161,11 +161,19 @@ class TrainStep:
         scores = self.policy.scores(acting, batch)
         loss, metrics = self.algorithm.loss(scores, batch)
         if scores.experts is not None:
-            loss, metrics = with_routers(self.router_loss, loss, metrics, scores, batch)
+            loss, metrics = self.with_routers(loss, metrics, scores.experts, batch)
         ours = {"train/loss": loss}
         if scores.entropy is not None:
             ours["train/entropy"] = jnp.sum(batch.loss_weight * scores.entropy)
         return loss, ours | metrics
+
+    def with_routers(
+        self, loss: jax.Array, metrics: Metrics, sums: ExpertSums, batch: RowBatch
+    ) -> LossAndMetrics:
+        """Adds the losses of the routers, if there are some, and what their metrics are made of."""
+        if self.router_loss is not None:
+            loss += self.router_loss(sums, batch.constants)
+        return loss, {**metrics, EXPERTS: jax.lax.stop_gradient(sums)}
 
     def with_dropout(self, batch: RowBatch, number: jax.Array) -> RowBatch:
         """The batch with a key per sequence, so that what is dropped does not depend on

@@ -26,7 +26,7 @@ unset = partial(dataclasses.field, init=False)
 
 
 @dataclass(frozen=True)
-class TextSource:
+class _TextSource:
     """The rows of text files, as a source. Example: source.train[0] is {"row": 0, "split": ...}."""
 
     config: "TextTaskConfig"
@@ -109,12 +109,12 @@ class TextTaskConfig(TaskConfig):
         check_numbers(self, "held_out_every", lambda x: x == 0 or x >= 2, rule)
         if self.train is None:
             raise ValueError("train is missing: give task.train=FILE, or a pattern")
-        object.__setattr__(self, "source", TextSource(self))
+        object.__setattr__(self, "source", _TextSource(self))
 
     def task(self, tokenizer: Tokenizer, *arguments: Any, **settings: Any) -> "TextTask":
         """Its task, and settings whose source has rows of tokens."""
         made = copy.copy(self)
-        object.__setattr__(made, "source", TextSource(self, tokenizer))
+        object.__setattr__(made, "source", _TextSource(self, tokenizer))
         return TextTask(made, tokenizer, *arguments, **settings)
 
     def functions(self) -> dict[str, Callable]:
