@@ -324,7 +324,9 @@ def with_gradients(
             def of_first(size: int) -> tuple[jax.Array, jax.Array | None]:
                 hidden, slope_of = of_sizes[size]
                 slope = slope_of(block_products(hidden, used_PSD), block)
-                slope = slope.astype(hidden.dtype)
+                # In one kernel with the transpose that the table's product needs, XLA for CPUs
+                # would compute it column by column, 24 times slower (docs/log.md, 28 Nov. 2026).
+                slope = unfused_on_cpu(slope.astype(hidden.dtype))
 
                 # d hidden adds up over the blocks; d table is that of this block
                 product = partial(jnp.einsum, preferred_element_type=wide)
