@@ -245,10 +245,11 @@ def with_gradients(
         ) -> tuple[jax.Array, jax.Array | None]:
             # Block by block: no device ever holds the whole table.
             used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
-            slope = slope_of(block_products(hidden_BMD, used_PSD), block)
             # In one kernel with the transpose that the table's product needs, XLA for CPUs would
             # compute it column by column, 24 times slower (docs/log.md, 28 November 2026).
-            slope = unfused_on_cpu(slope.astype(hidden_BMD.dtype))
+            slope = unfused_on_cpu(
+                slope_of(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
+            )
 
             # d hidden adds up over the blocks; d table is that of this block
             product = partial(jnp.einsum, preferred_element_type=wide)
