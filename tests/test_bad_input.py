@@ -19,6 +19,7 @@ from tunix_lite.distributed.folder_lock import lock_folder
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
     "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; 'model.mesh_shape=[[2,2],"),
+    "a mistake in a sweep": (["--multirun", "seed=0,1", "training.max_stepz=3"], "did you mean 'training.max_steps'?"),
     "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,18 @@ def test_a_loop_that_the_data_ends_counts_as_one_turn_and_says_so():
     found = read(until_large, WEIGHTS, BATCH)
     assert {c.count for c in found if c.axis == "fsdp" and c.kind == "all-gather"} == {LAYERS}
     assert not any(c.count_known for c in found)
+
+
+def test_of_branches_the_one_that_sends_most_counts():
+    def branched(x_BD):
+        def summed(columns):
+            total = constrained(x_BD[:, :columns].sum(axis=0), P(None))
+            return jnp.pad(total, (0, EMBED - columns))
+
+        return jax.lax.switch(jnp.int32(x_BD[0, 0]), [partial(summed, columns) for columns in (2, EMBED, 4)])
+
+    in_branches = [c for c in read(branched, BATCH) if not c.count_known]
+    assert summary(in_branches) == {("all-reduce", "fsdp", 1, EMBED * 4)}
 
 
 def test_each_kind_is_read_with_the_bytes_of_the_whole_buffer():

@@ -214,13 +214,17 @@ def kept_after(error: BaseException, folder, step: int = 3, updates: int = 1, on
     state, saved = TrainState(jax.numpy.int32(step), {"w": jax.numpy.zeros(2)}, ()), []
     if deleted:
         state.params["w"].delete()
-    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=updates))
-    status, told = SimpleNamespace(steps=step), []
-    ends = leaving.Unfinished(
-        run, RunDir(folder), status, print, lambda: state, lambda: saved.append((step, len(told))), list, on_disk
+    told = []
+    session = SimpleNamespace(
+        run=SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=updates)),
+        run_dir=RunDir(folder),
+        status=SimpleNamespace(steps=step),
+        console=SimpleNamespace(say=print),
+        stopping=Stopping(None, print),
     )
+    ends = leaving.Unfinished(session, lambda: state, lambda: saved.append((step, len(told))), list, on_disk)
     ends.pending.append(lambda: told.append(1))
-    with pytest.raises(type(error)), ends.kept(Stopping(None, print)):
+    with pytest.raises(type(error)), ends.kept():
         raise error
     assert all(said == 1 for _, said in saved), "metrics.jsonl has the step before its checkpoint is there"
     return [saved_step for saved_step, _ in saved]

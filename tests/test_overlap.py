@@ -329,7 +329,7 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
 
     overlap = one_step_of_talks(cfg)
     drawn(overlap, 0, cfg)
-    overlap._session.task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)
+    overlap._session.task.partner = lambda *_: Fails(max_turns=3, max_turn_tokens=5)
     params = random_params(cfg)
     _, groups = overlap.draw(1, params)
     assert groups.rollout.completion_mask.any()

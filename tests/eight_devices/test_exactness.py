@@ -268,8 +268,8 @@ def cut_into(monkeypatch, blocks: int = 1, pieces: int = 1):
 
     monkeypatch.setattr(vocabulary, "num_blocks", blocks_of)
     monkeypatch.setattr(attention, "piece_length", piece_of)
-    # of packed rows a head computes the columns that they need, in steps of so many
-    monkeypatch.setattr(vocabulary, "_LEAST_COLUMNS", 4)
+    # of packed rows a head computes the columns that they need, in eighths of a row
+    monkeypatch.setattr(vocabulary, "_LEAST_COLUMNS", 2)
     return seen
 
 

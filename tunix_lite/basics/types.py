@@ -222,9 +222,8 @@ class Rollout:
     # [B, T] float32 under the distribution that was drawn from; 0 off the completion
     logprobs: np.ndarray
     finish: np.ndarray  # [B] int8, index into FINISH
-    full_logprobs: (
-        np.ndarray
-    )  # [B, T] float32 under softmax(logits / temperature), nothing cut off
+    # [B, T] float32 under softmax(logits / temperature), nothing cut off
+    full_logprobs: np.ndarray
     # [B, 2] from the start of the rollout until the first tokens, and until the end
     seconds: np.ndarray | None = None
     metrics: Metrics = flax.struct.field(default_factory=dict)  # what the rollout took
@@ -293,9 +292,8 @@ class Batch:
 
     tokens: np.ndarray  # int32
     token_mask: np.ndarray  # bool, True on real tokens
-    loss_weight: (
-        np.ndarray
-    )  # float32, 0 off the completion; a loss is a plain sum weighted by it
+    # float32, 0 off the completion; a loss is a plain sum weighted by it
+    loss_weight: np.ndarray
     advantages: np.ndarray | None = None  # float32
     old_logprobs: np.ndarray | None = (
         None  # float32, under the policy that sampled (see GRPO.old_logprobs)

@@ -1,8 +1,8 @@
 """Bin packing: places the tokens of a batch in rows, so that padding is not computed.
 
 A batch is [B, T]: left-padded prompts, then right-padded completions. Packed, its sequences stand
-side by side in rows [R, W]; M is the number of scored tokens (loss_weight is not 0) of the row that
-has most. A loss is a weighted sum over tokens, so it is the same however they stand. Neighbours
+side by side in rows [R, W]; M is the most tokens that a row may score (loss_weight is not 0). A
+loss is a weighted sum over tokens, so it is the same however they stand. Neighbours
 that start with the same prompt may share it: the prompt stands once, in the prefix of the row
 (prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). A token in
 a lane sees the prefix and that lane, never another lane, so attention costs no more than without

@@ -25,7 +25,9 @@ T = TypeVar("T")
 # arrays of that size and is no slower with smaller products (docs/log.md, 28 November 2026).
 SCORES_AT_ONCE = 2**24
 _ON_CPU = 2**22
-# A head computes an eighth of the columns of a row at least, and never fewer than these.
+# A head computes so many eighths of the columns of a row, or all: each is a branch to compile.
+# An eighth is counted as these columns at least.
+_EIGHTHS = (3, 4, 5, 6)
 _LEAST_COLUMNS = 64
 # Below every logit: exp of it is 0.
 BELOW_ALL = -1e30
@@ -210,8 +212,8 @@ def scan_blocks(
 
 def head_columns(most: int) -> list[int]:
     """The numbers of columns that a head may compute of rows with `most`, the least first."""
-    step = max(_LEAST_COLUMNS, -(-most // 8))
-    return [*range(step, most, step), most]
+    eighth = max(_LEAST_COLUMNS, -(-most // 8))
+    return [*(n * eighth for n in _EIGHTHS if n * eighth < most), most]
 
 
 def _of_columns(

@@ -43,7 +43,7 @@ class _Collective:
     in_loop: bool
     group_size: int  # devices that take part together
     # False: it is in a loop whose turns cannot be read (counted as one turn), or in a branch
-    # (counted as taken)
+    # (of several that which sends most is counted)
     count_known: bool = True
 
     @property
@@ -74,22 +74,29 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
             f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}"
         )
     program, entry = parse(text)
-    ops: list[_Collective] = []
 
-    def visit(name: str, site: CallSite) -> None:
+    def of_computation(name: str, site: CallSite) -> list[_Collective]:
+        ops = []
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
                 one = _read_collective(instruction, program[name], site, mesh_shape)
-                ops.extend([] if one is None else [one])
+                ops += [] if one is None else [one]
             # These two name again what async-start has called.
             elif instruction.op not in ("async-update", "async-done"):
-                for callee, callee_site in callees_of(
-                    instruction, program[name], site, program
-                ):
-                    visit(callee, callee_site)
+                callees = callees_of(instruction, program[name], site, program)
+                of_callees = [of_computation(*callee) for callee in callees]
+                # of branches one runs: the one that sends most is counted
+                if instruction.op == "conditional":
+                    of_callees = [max(of_callees, key=_sent, default=[])]
+                for found in of_callees:
+                    ops += found
+        return ops
 
-    visit(entry, CallSite())
-    return ops
+    return of_computation(entry, CallSite())
+
+
+def _sent(ops: list[_Collective]) -> int:
+    return sum(map(sent_bytes, ops))
 
 
 def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:

@@ -147,8 +147,10 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     sizes = (rows.shape, rows.rows_per_micro_batch, rows.num_micro_batches, fsdp)
     packed = packing.packed(batch, *sizes)
     parts = int(packed.num_micro_batches)
-    # of each micro-batch the head computes the columns that its rows need
+    # of each micro-batch the head computes the columns that its rows need, and a divergence all
     sizes = np.asarray(head_columns(packed.row_shape.num_scored))
+    if resolved.needs.comparison is not None:
+        sizes = sizes[-1:]
     scored = sizes[np.searchsorted(sizes, packed.most_scored[:parts])].mean()
     width = packed.row_shape.width
     return _RowWork(parts, rows.rows_per_micro_batch * fsdp, width, scored, tokens)

@@ -33,7 +33,6 @@ from tunix_lite.models.kernel_choice import check_fused
 from tunix_lite.models.lora import LoraConfig, trained_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
 from tunix_lite.models.source import ModelConfig, folder_of, locate
-from tunix_lite.parallel.compiler_options import MANY_WEIGHTS
 from tunix_lite.parallel.mesh import AXES, elements_on_device, resolve_mesh_shape
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -561,8 +560,8 @@ def with_defaults(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
 ) -> tuple[RunConfig, dict[str, str]]:
     """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
-    why, as the fields of a ResolvedRun; a CPU keeps less of a large model. Raises ConfigError where
-    another setting does not go with the precision or the model."""
+    why, as the fields of a ResolvedRun. Raises ConfigError where another setting does not go with
+    the precision or the model."""
     num_params = weights.num_params(decoder.weights(cfg))
     # adapters bear a rate that would ruin all weights
     trains = what_trains(lora is not None, num_params)
@@ -582,16 +581,7 @@ def with_defaults(
             if cfg.experts is None and (coef := getattr(run.training, name)):
                 raise ValueError(f"{name}={coef}: the model has no experts; leave it out")
         name = precision(run.training.mixed_precision, num_params, platform)
-        remat = run.training.remat
-        # memory is scarcer there than processor time
-        if (
-            remat == "none"
-            and platform == "cpu"
-            and lora is None
-            and num_params >= MANY_WEIGHTS
-        ):
-            remat = "save_most"
-        training = replace(run.training, mixed_precision=name, remat=remat)
+        training = replace(run.training, mixed_precision=name)
     return replace(run, optimizer=optimizer, training=training), reasons
 
 
