@@ -88,8 +88,8 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
                 # of branches one runs: the one that sends most is counted
                 if instruction.op == "conditional":
                     of_callees = [max(of_callees, key=_sent, default=[])]
-                for found in of_callees:
-                    ops += found
+                for of_callee in of_callees:
+                    ops += of_callee
         return ops
 
     return of_computation(entry, CallSite())
