@@ -15,6 +15,8 @@ from tunix_lite.learner.packing import Packed, RowShape
 from tunix_lite.parallel.mesh import axis_size, put, sharding
 
 PACKING = ("none", "sequences", "prefix")
+# axes of a batch's arrays by their number of dims
+_AXES = ((), ("seq",), ("batch", "seq"), ("batch", "seq", "seq"))
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class RowLayout:
         values = vars(jax.tree.map(packed.place, batch))
         # it is not for the update
         del values["seen"]
-        rows = RowBatch(**values | packed.places, max_micro_batches=self.num_micro_batches)
-        return jax.tree.map(on_mesh, rows), packed
+        places = packed.places | {"max_micro_batches": self.num_micro_batches}
+        return jax.tree.map(on_mesh, RowBatch(**values | places)), packed
 
 
 def at_scored(x_RW: jax.Array, batch: RowBatch, before: int = 0) -> jax.Array:
@@ -154,7 +156,4 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
 def on_mesh(x: np.ndarray | int) -> jax.Array:
     """An array of a batch on the mesh: its rows divided over fsdp; whole on every device where fsdp
     does not divide their number, and where it has no rows. One of jax is there already."""
-    if isinstance(x, jax.Array):
-        return x
-    axes = ("batch", "seq", "seq") if np.ndim(x) > 1 else ("seq",)
-    return put(x, *axes[: np.ndim(x)])
+    return x if isinstance(x, jax.Array) else put(x, *_AXES[np.ndim(x)])

@@ -63,8 +63,8 @@ def token_scores(
     [B, M] float32.
 
     hidden: at the position that predicts the target. table: the output embedding, as it is stored.
-    most: int32, the columns that are read; those behind get anything, and most of them cost
-    nothing. None: all are read.
+    most: int32, the columns that are read, of several the largest; those behind get anything, and
+    most of them cost nothing. None: all are read.
     """
     B, M, _ = hidden_BMD.shape
     spec = head_spec(len(table_VD), softcap, temperature)
@@ -237,7 +237,7 @@ def _of_columns(
         return jax.tree.map(widened, by_column), others
 
     # one program for all batches: which size it takes is known only when it runs
-    number = jnp.searchsorted(jnp.asarray(sizes), most)
+    number = jnp.searchsorted(jnp.asarray(sizes), jnp.max(most))
     return jax.lax.switch(number, [partial(of_size, size) for size in sizes])
 
 
