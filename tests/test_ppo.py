@@ -450,6 +450,7 @@ def test_the_head_gets_the_gradient_of_the_value_loss(layer, weights, rollout, i
 def test_packed_rows_have_the_loss_and_the_gradient_of_single_ones(layer, weights, rollout, packing, monkeypatch):
     # the head computes only the columns that a micro-batch needs
     monkeypatch.setattr("tunix_lite.models.vocabulary._LEAST_COLUMNS", 2)
+    monkeypatch.setattr("tunix_lite.models.vocabulary.LARGE_HEAD", 1)
     critic = Critic()
     batch = batch_to_value(rollout)
     both = networks(layer, weights, critic)

@@ -184,6 +184,7 @@ def test_scoring_takes_the_recorded_experts_however_rows_are_laid_out(
 ):
     # the head of packed rows computes only the columns that a micro-batch needs
     monkeypatch.setattr("tunix_lite.models.vocabulary._LEAST_COLUMNS", 2)
+    monkeypatch.setattr("tunix_lite.models.vocabulary.LARGE_HEAD", 1)
     routes, expected = expected_forced
     batch = batch_of(sampled, routes)
     found = make_policy(CFG, None, 1.0, rows=LAYOUTS[how]).rescore(mixture, batch)

@@ -230,6 +230,7 @@ def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(most, monkeypa
     params = {"table": jnp.asarray(rng.normal(size=(8192, 64)), jnp.float32)}
     monkeypatch.setattr("tunix_lite.models.vocabulary.SCORES_AT_ONCE", 8192 * 12 // 16)
     monkeypatch.setattr("tunix_lite.models.vocabulary._LEAST_COLUMNS", 2)
+    monkeypatch.setattr("tunix_lite.models.vocabulary.LARGE_HEAD", 1)
     hidden = jnp.asarray(rng.normal(size=(1, 12, 64)), jnp.float32)
 
     def scores(params, batch):
@@ -258,6 +259,7 @@ def test_a_head_adds_the_gradient_of_its_table_where_the_sum_lies(most, monkeypa
 def test_a_head_computes_the_columns_that_are_read_and_few_others(most, size, monkeypatch):
     """Scores and gradients against float64; what stands behind the least size with room would make them NaN."""
     monkeypatch.setattr("tunix_lite.models.vocabulary._LEAST_COLUMNS", 25)
+    monkeypatch.setattr("tunix_lite.models.vocabulary.LARGE_HEAD", 1)
     rng = np.random.default_rng(0)
     hidden, table = rng.normal(size=(2, 200, 8)), rng.normal(size=(32, 8))
     targets, weights = rng.integers(0, 32, (2, 200)), rng.normal(size=(2, 2, 200)) * (np.arange(200) < most)

@@ -270,6 +270,7 @@ def cut_into(monkeypatch, blocks: int = 1, pieces: int = 1):
     monkeypatch.setattr(attention, "piece_length", piece_of)
     # of packed rows a head computes the columns that they need, in eighths of a row
     monkeypatch.setattr(vocabulary, "_LEAST_COLUMNS", 2)
+    monkeypatch.setattr(vocabulary, "LARGE_HEAD", 1)
     return seen
 
 

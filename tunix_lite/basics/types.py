@@ -295,9 +295,8 @@ class Batch:
     # float32, 0 off the completion; a loss is a plain sum weighted by it
     loss_weight: np.ndarray
     advantages: np.ndarray | None = None  # float32
-    old_logprobs: np.ndarray | None = (
-        None  # float32, under the policy that sampled (see GRPO.old_logprobs)
-    )
+    # float32, under the policy that sampled (see GRPO.old_logprobs)
+    old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None  # float32, under the reference of the KL term
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]

@@ -225,8 +225,9 @@ def batch_scores(
     targets = batch.tokens if before else batch.streams.get("targets", batch.tokens)
     targets_RM = at_scored(targets, batch)
     table_VD = decoder.output_table(params, cfg) if cfg.output == "logits" else None
-    how = (cfg.final_softcap, temperature, batch.most_scored)
-    scores_RM = head(before_RMD, table_VD, targets_RM, *how)
+    softcap = cfg.final_softcap
+    most = batch.most_scored
+    scores_RM = head(before_RMD, table_VD, targets_RM, softcap, temperature, most)
     scores_RW = jax.tree.map(in_rows, scores_RM)
     if routed is not None:
         scores_RW = with_expert_sums(scores_RW, routed, routes, batch)

@@ -29,6 +29,8 @@ _ON_CPU = 2**22
 # An eighth is counted as these columns at least.
 _EIGHTHS = (3, 4, 5, 6)
 _LEAST_COLUMNS = 64
+# Weights of an output embedding from which on this is worth the time to compile.
+LARGE_HEAD = 2**22
 # Below every logit: exp of it is 0.
 BELOW_ALL = -1e30
 # Logical axes of a block: parts of the vocabulary, entries of the block, embedding.
@@ -210,8 +212,11 @@ def scan_blocks(
     return jax.lax.scan(of_number, start, (jnp.arange(len(blocks[0])), *blocks))
 
 
-def head_columns(most: int) -> list[int]:
-    """The numbers of columns that a head may compute of rows with `most`, the least first."""
+def head_columns(most: int, head_size: int) -> list[int]:
+    """Returns the numbers of columns for which logits may be computed in rows with `most`, the
+    least first. head_size: weights of the output embedding."""
+    if head_size < LARGE_HEAD:
+        return [most]
     eighth = max(_LEAST_COLUMNS, -(-most // 8))
     return [*(n * eighth for n in _EIGHTHS if n * eighth < most), most]
 
@@ -241,13 +246,15 @@ def _of_columns(
     return jax.lax.switch(number, [partial(of_size, size) for size in sizes])
 
 
-def _sizes_of(hidden_BMD: jax.Array, most: jax.Array | None) -> list[int]:
+def _sizes_of(
+    hidden_BMD: jax.Array, table_NPSD: jax.Array, most: jax.Array | None
+) -> list[int]:
     columns = hidden_BMD.shape[1]
-    return [columns] if most is None else head_columns(columns)
+    return [columns] if most is None else head_columns(columns, table_NPSD.size)
 
 
-def _first_columns(size: int, most: jax.Array | None, x: jax.Array | SymbolicZero) -> Any:
-    return x if most is None or isinstance(x, SymbolicZero) else x[:, :size]
+def _first_columns(size: int, sizes: list[int], x: jax.Array | SymbolicZero) -> Any:
+    return x if len(sizes) == 1 or isinstance(x, SymbolicZero) else x[:, :size]
 
 
 def with_gradients(
@@ -279,11 +286,12 @@ def with_gradients(
         table_NPSD: jax.Array,
         *others: jax.Array,
     ) -> tuple[Any, tuple]:
+        sizes = _sizes_of(hidden_BMD, table_NPSD, most)
+
         def of_first(size: int) -> tuple[tuple, None]:
-            first = partial(_first_columns, size, most)
+            first = partial(_first_columns, size, sizes)
             return forward(spec, first(hidden_BMD), table_NPSD, *map(first, others)), None
 
-        sizes = _sizes_of(hidden_BMD, most)
         return _of_columns(of_first, sizes, most)[0]
 
     def with_residuals(
@@ -308,10 +316,10 @@ def with_gradients(
         zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
         # what the gradients of each number of columns are made of
-        sizes = _sizes_of(hidden_BMD, most)
+        sizes = _sizes_of(hidden_BMD, table_NPSD, most)
         of_sizes = {}
         for size in sizes:
-            first = partial(_first_columns, size, most)
+            first = partial(_first_columns, size, sizes)
             hidden, *rest = jax.tree.map(first, (hidden_BMD, others, sums, cotangents))
             slope_of, tables = slopes(spec, *rest)
             of_sizes[size] = hidden, slope_of

@@ -148,7 +148,8 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     packed = packing.packed(batch, *sizes)
     parts = int(packed.num_micro_batches)
     # of each micro-batch the head computes the columns that its rows need, and a divergence all
-    sizes = np.asarray(head_columns(packed.row_shape.num_scored))
+    head_size = resolved.cfg.vocab_size * resolved.cfg.embed_dim
+    sizes = np.asarray(head_columns(packed.row_shape.num_scored, head_size))
     if resolved.needs.comparison is not None:
         sizes = sizes[-1:]
     scored = sizes[np.searchsorted(sizes, packed.most_scored[:parts])].mean()
