@@ -270,13 +270,8 @@ def with_gradients(
     None: the function gives that of the table."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def results(
-        spec: Hashable,
-        most: jax.Array | None,
-        hidden_BMD: jax.Array,
-        table_NPSD: jax.Array,
-        *others: jax.Array,
-    ) -> Any:
+    def results(spec: Hashable, most: jax.Array | None, *arrays: jax.Array) -> Any:
+        hidden_BMD, table_NPSD, *others = arrays
         return computed(spec, most, hidden_BMD, constrained(table_NPSD), *others)[0]
 
     def computed(
